@@ -1,0 +1,36 @@
+"""Facts about process groups; the one home of torch.distributed's private group registry."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def resolve(group_name: str) -> dist.ProcessGroup:
+    """The group that functional collectives call ``group_name``.
+
+    Raises:
+        ValueError: no such group exists in this process.
+    """
+    try:
+        return c10d._resolve_process_group(group_name)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"expected the name of a live process group, got {group_name!r}: create the "
+            "group with torch.distributed before compiling or running a graph that uses it"
+        ) from error
+
+
+def size(group_name: str) -> int:
+    """Number of ranks in the group."""
+    return resolve(group_name).size()
+
+
+def rank(group_name: str) -> int:
+    """This process's rank within the group."""
+    return resolve(group_name).rank()
+
+
+def store(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that the group was set up with, prefixed for it."""
+    return c10d._world.pg_map[group][1]
