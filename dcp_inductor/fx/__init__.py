@@ -1,0 +1,1 @@
+"""The compile side: recognise, prove, judge, rewrite and check, one file each."""
