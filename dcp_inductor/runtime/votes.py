@@ -1,0 +1,83 @@
+"""The ranks' votes on the sites of a graph, kept in the group's store.
+
+A rank posts what it decided about a site when it compiles (``post``, never waits). Peers' votes
+are read only where a difference would show: by the guard that a rank runs in place of a site it
+refused, and by an exchange that has waited for a peer for more than about a second.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from dcp_inductor import groups
+from dcp_inductor.errors import DCPDisagreementError
+
+ACCEPTED = "accepted"
+# A guard looks again at most this often while votes are missing.
+_PATIENCE_S = 1.0
+
+_settled: set[tuple[int, str]] = set()
+_next_look: dict[tuple[int, str], float] = {}
+
+
+def _key(site: str, rank: int) -> str:
+    return f"dcp_inductor/vote/{site}/{rank}"
+
+
+def post(group_name: str, site: str, vote: str) -> None:
+    """Record this rank's vote, ``ACCEPTED`` or a reason for refusing; does not wait."""
+    group = groups.resolve(group_name)
+    groups.store(group).set(_key(site, group.rank()), vote)
+
+
+def peers(group_name: str, site: str) -> dict[int, str]:
+    """Votes on ``site`` posted so far by the other ranks; missing ones are left out."""
+    group = groups.resolve(group_name)
+    return _read(groups.store(group), site, group.rank(), group.size())
+
+
+def _read(store: dist.Store, site: str, rank: int, world_size: int) -> dict[int, str]:
+    votes = {}
+    for peer in range(world_size):
+        key = _key(site, peer)
+        if peer != rank and store.check([key]):
+            votes[peer] = store.get(key).decode()
+    return votes
+
+
+def check(group_name: str, site: str, own_vote: str) -> bool:
+    """Raise where a peer decided differently about ``site``; whether all peers have voted.
+
+    Raises:
+        DCPDisagreementError: names the site, the ranks on both sides and their reasons.
+    """
+    group = groups.resolve(group_name)
+    votes = peers(group_name, site)
+    accepted = own_vote == ACCEPTED
+    others = {peer: vote for peer, vote in votes.items() if (vote == ACCEPTED) != accepted}
+    if others:
+        told = "; ".join(f"rank {peer}: {vote}" for peer, vote in sorted(others.items()))
+        raise DCPDisagreementError(
+            f"site {site} of group '{group_name}': rank {group.rank()} decided '{own_vote}', "
+            f"but {told}. Every rank must run the same exchange; make the ranks' graphs equal "
+            "but for their own rank, or switch the rewrite off with "
+            'options={"dcp_inductor.enable": False} on all ranks'
+        )
+    return len(votes) == group.size() - 1
+
+
+def guard(group_name: str, site: str, reason: str) -> None:
+    """Run in place of a site that this rank refused for ``reason``; never waits.
+
+    Raises:
+        DCPDisagreementError: a peer accepted the site.
+    """
+    key = (id(groups.resolve(group_name)), site)
+    now = time.monotonic()
+    if key in _settled or now < _next_look.get(key, 0.0):
+        return
+    if check(group_name, site, reason):
+        _settled.add(key)
+    _next_look[key] = now + _PATIENCE_S
