@@ -1,0 +1,1 @@
+"""Runnable examples; nothing in dcp_inductor imports from here."""
