@@ -1,53 +1,209 @@
-"""Every knob of dcp_inductor, each with its environment variable.
+"""Every knob of dcp_inductor; the only file that reads the environment.
 
-Precedence: an explicit argument (``options={"dcp_inductor.<knob>": ...}``) beats an assignment
-to this module (``dcp_inductor.config.<knob> = ...`` or ``config.patch``), which beats the
-environment variable, which beats the default. This is the only file that reads the environment.
+Precedence, highest first: an argument (``options={"dcp_inductor.<knob>": ...}``), then
+``patch`` or an assignment (``dcp_inductor.config.<knob> = ...``), then the variable
+``DCP_INDUCTOR_<KNOB>`` as it was at import, then the default below. A value of the wrong
+kind raises ``ValueError`` wherever it comes from. An assignment holds for every thread,
+``patch`` for the thread that calls it (with torch 2.11 for every thread).
 """
 
+import contextlib
+import contextvars
+import difflib
+import hashlib
 import os
 import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from torch.utils._config_module import Config, install_config_module
+from torch.utils import _config_module
 
-
-def _from_env(name: str, default: int | float | str) -> int | float | str:
-    """The variable read as the type of ``default``; torch's own reader knows bool and str only."""
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if isinstance(default, str):
-        if text not in ("auto", "force", "disable"):
-            raise ValueError(f"{name} must be auto, force or disable, got {text!r}")
-        return text
-    kind = type(default)
-    try:
-        value = kind(text)
-    except ValueError:
-        value = kind(0)
-    if value <= 0:
-        raise ValueError(f"{name} must be a positive {kind.__name__}, got {text!r}")
-    return value
-
+if typing.TYPE_CHECKING:
+    from torch.utils._config_typing import *  # noqa: F403
 
 # Rewrite graphs at all. Off: the backend is plain Inductor.
-enable: bool = Config(
-    default=True, env_name_default="DCP_INDUCTOR_ENABLE", value_type=bool
-)
+enable: bool = True
 
-# Per op: "auto" rewrites where the direct op can run and falls back otherwise, "force" raises
-# where it cannot, "disable" leaves the collectives alone.
-direct_combine: str = _from_env("DCP_INDUCTOR_DIRECT_COMBINE", "auto")
-direct_query_gather: str = _from_env("DCP_INDUCTOR_DIRECT_QUERY_GATHER", "auto")
-direct_kv_gather: str = _from_env("DCP_INDUCTOR_DIRECT_KV_GATHER", "auto")
+# The merge of partial attention: "auto" rewrites where the direct op can run and falls
+# back where it cannot, "force" raises where it cannot, "disable" leaves the collectives.
+direct_combine: str = "auto"
 
-# Rows (tokens) that a workspace holds. A call with more takes the reference collectives.
-max_tokens: int = _from_env("DCP_INDUCTOR_MAX_TOKENS", 256)
+# The same choice for the gather of the query heads.
+direct_query_gather: str = "auto"
+
+# The same choice for the gather of latent KV rows.
+direct_kv_gather: str = "auto"
+
+# Rows (tokens) that a workspace holds. A call with more takes the plain collectives.
+max_tokens: int = 256
 
 # Seconds that a wait for a peer may last. Above a slow first compilation on that peer.
-timeout_s: float = _from_env("DCP_INDUCTOR_TIMEOUT_S", 60.0)
+timeout_s: float = 60.0
 
 # Independent slot sets for micro-batches that run on threads of their own.
-num_ubatches: int = _from_env("DCP_INDUCTOR_NUM_UBATCHES", 1)
+num_ubatches: int = 1
 
-install_config_module(sys.modules[__name__])
+_config_module.install_config_module(sys.modules[__name__])
+
+# The machinery comes last: the installation takes every constant above it for a knob.
+_MODES = ("auto", "force", "disable")
+_this: Any = sys.modules[__name__]
+_arguments: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
+    "dcp_inductor_arguments", default=types.MappingProxyType({})
+)
+_patching: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "dcp_inductor_patching", default=False
+)
+
+
+def names() -> tuple[str, ...]:
+    """All knobs, in the order of this file."""
+    return tuple(_this._config)
+
+
+def env_name(name: str) -> str:
+    """The environment variable of a knob."""
+    return f"DCP_INDUCTOR_{name.upper()}"
+
+
+def default(name: str) -> bool | int | float | str:
+    """The value of a knob that nobody set."""
+    return _this._config[name].default
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """``did you mean a, b?`` for the known names that look like ``name``, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=4, cutoff=0.6)
+    return f"did you mean {', '.join(near)}?" if near else ""
+
+
+def check(name: str, value: Any, called: str = "") -> Any:
+    """The value, if it is one that the knob can take.
+
+    Args:
+        name: a knob.
+        value: what somebody wants it to be. An int is accepted for a float.
+        called: how the caller spelled the knob, for the message.
+
+    Raises:
+        ValueError: of another type or out of range; says what was expected.
+    """
+    kind = type(default(name))
+    if kind is bool:
+        wanted, fits = "True or False", isinstance(value, bool)
+    elif kind is str:
+        wanted, fits = f"one of {', '.join(map(repr, _MODES))}", value in _MODES
+    else:
+        number = int if kind is int else (int, float)
+        wanted = f"a positive {'integer' if kind is int else 'number'}"
+        fits = isinstance(value, number) and not isinstance(value, bool)
+        fits = fits and 0 < value < float("inf")
+    if not fits:
+        called = called or f"dcp_inductor.config.{name}"
+        raise ValueError(f"{called}: expected {wanted}, got {value!r}")
+    return kind(value)
+
+
+def _parse(name: str, text: str) -> Any:
+    """The text of an environment variable as a value of the knob."""
+    kind = type(default(name))
+    if kind is bool:
+        if text not in ("0", "1"):
+            raise ValueError(f"{env_name(name)}: expected 0 or 1, got {text!r}")
+        return text == "1"
+    value: Any = text
+    if kind is not str:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+    return check(name, value, env_name(name))
+
+
+@contextlib.contextmanager
+def arguments(overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Let ``overrides`` (checked values by knob) beat everything else in this thread.
+
+    The backend runs a compilation and every call of its result inside this, so that
+    options given to torch.compile hold for that model and for no other.
+    """
+    token = _arguments.set({**_arguments.get(), **overrides})
+    try:
+        yield
+    finally:
+        _arguments.reset(token)
+
+
+def snapshot(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """All knobs as they stand in this thread, with ``overrides`` on top of them."""
+    return {name: getattr(_this, name) for name in names()} | dict(overrides or {})
+
+
+class _Patch(_config_module.ContextDecorator):
+    """torch's patch, all values checked before the first is set."""
+
+    def __init__(self, patch: Any) -> None:
+        self._inner = patch
+
+    def __enter__(self) -> None:
+        for name, value in self._inner.changes.items():
+            getattr(_this, name)  # names the near ones if there is no such knob
+            check(name, value)
+        self._step(self._inner.__enter__)
+
+    def __exit__(self, *error: object) -> None:
+        self._step(lambda: self._inner.__exit__(*error))
+
+    def _step(self, change: Callable[[], object]) -> None:
+        patching = _patching.set(True)
+        # torch saves and restores what it reads, which must not be an argument.
+        outside = _arguments.set({})
+        try:
+            change()
+        finally:
+            _arguments.reset(outside)
+            _patching.reset(patching)
+
+
+class _Knobs(type(_this)):  # type: ignore[misc]
+    """torch's config module with checked values and the argument layer."""
+
+    def __getattr__(self, name: str) -> Any:
+        overrides = _arguments.get()
+        if name in overrides:
+            return overrides[name]
+        if name not in self._config and not name.startswith("_"):
+            raise AttributeError(_unknown(name))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._config:
+            value = check(name, value)
+            # Newer torch keeps an override to the thread that set it. Micro-batches run
+            # on threads of their own and must see it, so it becomes the base value too.
+            if not _patching.get():
+                self._config[name].env_value_default = value
+        elif not name.startswith("_"):
+            raise AttributeError(_unknown(name))
+        super().__setattr__(name, value)
+
+    def patch(self, *args: Any, **kwargs: Any) -> _Patch:
+        return _Patch(super().patch(*args, **kwargs))
+
+    # torch caches these two per thread and would miss arguments and other threads.
+    def get_config_copy(self) -> dict[str, Any]:
+        return snapshot()
+
+    def get_hash(self) -> bytes:
+        return hashlib.sha256(repr(sorted(snapshot().items())).encode()).digest()
+
+
+def _unknown(name: str) -> str:
+    hint = near_names(name, names()) or f"the knobs are {', '.join(names())}"
+    return f"dcp_inductor.config.{name} does not exist: {hint}"
+
+
+types.ModuleType.__setattr__(_this, "__class__", _Knobs)
+for _name in names():
+    if _text := os.environ.get(env_name(_name)):
+        _this._config[_name].env_value_default = _parse(_name, _text)
