@@ -2,9 +2,9 @@
 
 Precedence, highest first: an argument (``options={"dcp_inductor.<knob>": ...}``), then
 ``patch`` or an assignment (``dcp_inductor.config.<knob> = ...``), then the variable
-``DCP_INDUCTOR_<KNOB>`` as it was at import, then the default below. A value of the wrong
-kind raises ``ValueError`` wherever it comes from. An assignment holds for every thread,
-``patch`` for the thread that calls it (with torch 2.11 for every thread).
+``DCP_INDUCTOR_<KNOB>`` as it was at import, then the default below. A wrong value is a
+``ValueError`` wherever it comes from. An assignment holds for every thread, ``patch``
+for the thread that calls it (with torch 2.11 for every thread).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ if typing.TYPE_CHECKING:
 enable: bool = True
 
 # The merge of partial attention: "auto" rewrites where the direct op can run and falls
-# back where it cannot, "force" raises where it cannot, "disable" leaves the collectives.
+# back where it cannot, "force" raises where it cannot, "disable" keeps the collectives.
 direct_combine: str = "auto"
 
 # The same choice for the gather of the query heads.
@@ -73,10 +73,16 @@ def default(name: str) -> bool | int | float | str:
     return _this._config[name].default
 
 
-def near_names(name: str, known: Iterable[str]) -> str:
-    """``did you mean a, b?`` for the known names that look like ``name``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=4, cutoff=0.6)
-    return f"did you mean {', '.join(near)}?" if near else ""
+def near_names(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
+    """``did you mean a, b?`` for the known names that look like ``name``, or "".
+
+    A mapping gives, for each spelling to compare with, the name to show.
+    """
+    shown = known if isinstance(known, Mapping) else {each: each for each in known}
+    near = difflib.get_close_matches(name, list(shown), n=4, cutoff=0.6)
+    return (
+        f"did you mean {', '.join({shown[each]: 0 for each in near})}?" if near else ""
+    )
 
 
 def check(name: str, value: Any, called: str = "") -> Any:

@@ -1,0 +1,68 @@
+"""Puts our pass behind whatever sits in one of Inductor's pass hooks already.
+
+The hook holds one pass, since torch 2.13 also a list of passes. A chain is one
+pass everywhere, and the FX graph cache treats it as it would treat its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._inductor import custom_graph_pass
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+AnyPass = CustomGraphPass | Callable[[Graph], object]
+
+# torch 2.11 lacks this class and calls every pass with the graph alone.
+InferenceAwarePass: type[CustomGraphPass] = getattr(
+    custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass
+)
+
+
+class PassChain(InferenceAwarePass):
+    """Passes that run one after the other."""
+
+    def __init__(self, passes: Sequence[AnyPass]) -> None:
+        self.passes = tuple(passes)
+
+    def __call__(self, graph: Graph, is_inference: bool = True) -> None:
+        for each in self.passes:
+            # Where the two classes are one, torch itself does not tell passes either.
+            if InferenceAwarePass is not CustomGraphPass and isinstance(
+                each, InferenceAwarePass
+            ):
+                each(graph, is_inference)
+            else:
+                each(graph)
+
+    def uuid(self) -> Any | None:
+        """The parts' ids, or None (do not cache) where a part has none.
+
+        Inductor bypasses its cache for a bare function in the hook, because it cannot
+        tell two versions of it apart; so does a chain with one in it.
+        """
+        ids = [
+            each.uuid() if isinstance(each, CustomGraphPass) else None
+            for each in self.passes
+        ]
+        return ("dcp_inductor.PassChain", *ids) if all(ids) else None
+
+
+def flatten(hook: AnyPass | Sequence[AnyPass] | None) -> list[AnyPass]:
+    """The passes in a hook's value, those inside chains included."""
+    if hook is None:
+        return []
+    if isinstance(hook, (list, tuple)):
+        return [each for item in hook for each in flatten(item)]
+    return list(hook.passes) if isinstance(hook, PassChain) else [hook]
+
+
+def append(hook: AnyPass | Sequence[AnyPass] | None, last: CustomGraphPass) -> AnyPass:
+    """A value for the hook that runs what is there and then ``last``.
+
+    A pass of ``last``'s class that is there already gives way to it.
+    """
+    before = [each for each in flatten(hook) if not isinstance(each, type(last))]
+    return PassChain([*before, last]) if before else last
