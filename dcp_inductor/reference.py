@@ -16,6 +16,9 @@ from torch import Tensor
 
 from dcp_inductor import groups, ops
 
+# torch 2.13 renamed it, and warns about the old name.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def merge(
     outputs: Sequence[Tensor] | Tensor,
@@ -148,7 +151,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[...]`` of every rank to ``[N, ...]``."""
     result = x.new_empty((group.size(), *x.shape))
     if x.numel():
-        dist.all_gather_into_tensor(_as_bytes(result), _as_bytes(x), group=group)
+        _gather_single(_as_bytes(result), _as_bytes(x), group=group)
     return result
 
 

@@ -1,32 +1,76 @@
-"""Bodies of the graph ops: check arguments, pick the direct exchange or the reference, run it."""
+"""Bodies of the graph ops: check arguments, make the direct exchange or take the reference.
+
+Which of the two is decided from what is equal on all ranks: the group's vote at set-up, the
+configuration, and the call's shapes and dtypes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dcp_inductor import reference
+from dcp_inductor import config, groups, ops, reference
+from dcp_inductor.capability import Refusal
+from dcp_inductor.runtime import fallback, shm_exchange
 
-
-def _refuse_autograd(op: str, *inputs: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        raise RuntimeError(
-            f"{op}: expected inputs without gradient, got one that requires grad; the op has no "
-            "backward. Run it under torch.no_grad() or torch.inference_mode()"
-        )
+# Per device type, the module with the direct exchanges: functions named like the ops, which take
+# the group's name first and return the op's result, or a Refusal that is the same on all ranks.
+_DIRECT: dict[str, ModuleType] = {"cpu": shm_exchange}
 
 
 def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Tensor:
-    """``[T, h, D]`` of every rank to ``[T, H or padded_heads, D]``."""
+    """``[T, h, D]`` of every rank to ``[T, H or padded_heads, D]``.
+
+    Raises:
+        ValueError: ``query`` or ``padded_heads`` does not fit the op.
+    """
     _refuse_autograd("q_gather", query)
+    if query.dim() != 3:
+        raise ValueError(f"q_gather: expected query [T, h, D], got {query.dim()} dims")
+    if query.numel() == 0:
+        heads = ops.gathered_heads(query, groups.size(group_name), padded_heads)
+        result = query.new_empty((query.shape[0], heads, query.shape[2]))
+        return result.zero_() if result.numel() else result
+    mode = config.direct_query_gather
+    if mode != "disable":
+        direct = _direct(query)
+        result = (
+            direct
+            if isinstance(direct, Refusal)
+            else direct.q_gather(group_name, query, padded_heads, site)
+        )
+        if not isinstance(result, Refusal):
+            return result
+        fallback.take("q_gather", "direct_query_gather", mode, group_name, result)
     return reference.q_gather(query, group_name, padded_heads)
 
 
 def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
-    """``[t, ...]`` of every rank to ``[N * t, ...]``."""
+    """``[t, ...]`` of every rank to ``[N * t, ...]``.
+
+    Raises:
+        ValueError: ``rows`` has no dims.
+    """
     _refuse_autograd("kv_gather", rows)
+    if rows.dim() == 0:
+        raise ValueError("kv_gather: expected rows [t, ...], got 0 dims")
+    if rows.numel() == 0:
+        return rows.new_empty((groups.size(group_name) * rows.shape[0], *rows.shape[1:]))
+    mode = config.direct_kv_gather
+    if mode != "disable":
+        direct = _direct(rows)
+        result = (
+            direct
+            if isinstance(direct, Refusal)
+            else direct.kv_gather(group_name, rows, site)
+        )
+        if not isinstance(result, Refusal):
+            return result
+        fallback.take("kv_gather", "direct_kv_gather", mode, group_name, result)
     return reference.kv_gather(rows, group_name)
 
 
@@ -45,10 +89,81 @@ def a2a_lse_reduce(
     query_start_loc: Tensor | None = None,
     site: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Merged output and LSE of the partial results of every rank."""
+    """Merged output and LSE of ``[T, H, D]`` and ``[T, H]`` of every rank.
+
+    Raises:
+        ValueError: arguments that no rank could serve.
+    """
     _refuse_autograd("a2a_lse_reduce", partial_output, partial_lse)
-    return reference.a2a_lse_reduce(
-        partial_output, partial_lse, group_name, scatter=scatter, split_sizes=split_sizes,
-        is_lse_base_on_e=is_lse_base_on_e, return_lse=return_lse, full_lse=full_lse,
-        output_dtype=output_dtype, seq_lens=seq_lens, query_start_loc=query_start_loc,
+    ops.check_a2a_lse_reduce(
+        partial_output, partial_lse, scatter, split_sizes, seq_lens, query_start_loc,
+        groups.size(group_name),
     )  # fmt: skip
+    if partial_lse.device != partial_output.device:
+        raise ValueError(
+            f"a2a_lse_reduce: expected partial_lse on {partial_output.device} like "
+            f"partial_output, got {partial_lse.device}"
+        )
+    if partial_lse.numel() == 0:
+        return _no_rows(
+            partial_output, partial_lse, group_name, scatter, split_sizes, return_lse, full_lse,
+            output_dtype,
+        )  # fmt: skip
+    options: dict[str, Any] = {
+        "scatter": scatter,
+        "split_sizes": split_sizes,
+        "is_lse_base_on_e": is_lse_base_on_e,
+        "return_lse": return_lse,
+        "full_lse": full_lse,
+        "output_dtype": output_dtype,
+        "seq_lens": seq_lens,
+        "query_start_loc": query_start_loc,
+    }
+    mode = config.direct_combine
+    if mode != "disable":
+        direct = _direct(partial_output)
+        result = (
+            direct
+            if isinstance(direct, Refusal)
+            else direct.a2a_lse_reduce(
+                group_name, partial_output, partial_lse, **options, site=site
+            )
+        )
+        if not isinstance(result, Refusal):
+            return result
+        fallback.take("a2a_lse_reduce", "direct_combine", mode, group_name, result)
+    return reference.a2a_lse_reduce(partial_output, partial_lse, group_name, **options)
+
+
+def _direct(x: Tensor) -> ModuleType | Refusal:
+    kind = x.device.type
+    module = _DIRECT.get(kind)
+    return module or Refusal("device", f"no direct exchange for tensors on '{kind}'")
+
+
+def _refuse_autograd(op: str, *inputs: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        raise RuntimeError(
+            f"{op}: expected inputs without gradient, got one that requires grad; the op has no "
+            "backward. Run it under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def _no_rows(
+    partial_output: Tensor,
+    partial_lse: Tensor,
+    group_name: str,
+    scatter: str,
+    split_sizes: Sequence[int],
+    return_lse: bool,
+    full_lse: bool,
+    output_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """The result of a call without rows, which needs no exchange on any rank."""
+    group = groups.resolve(group_name)
+    shape = ops.scattered_shape(partial_lse, scatter, split_sizes, group.size(), group.rank())
+    output = partial_output.new_empty(
+        (*shape, partial_output.shape[2]), dtype=output_dtype or partial_output.dtype
+    )
+    lse_shape = (0,) if not return_lse else tuple(partial_lse.shape) if full_lse else shape
+    return output, partial_lse.new_empty(lse_shape, dtype=torch.float32)

@@ -1,0 +1,136 @@
+// Control blocks in shared memory, and the two halves of an exchange: publish and wait.
+//
+// Every rank owns one control block per micro-batch, mapped by all ranks. Call number `epoch` of a
+// rank uses slot `epoch & 1`. A rank writes its payload and signature, then stores the epoch with
+// release; a peer loads the epoch with acquire before it reads either. Two slots suffice: a rank
+// writes slot e & 1 again in call e + 2, which follows the end of its call e + 1, in which it saw
+// every peer's epoch e + 1, which each peer stored after it had finished reading call e.
+// Epochs are compared for equality only, so that they may wrap.
+//
+// No torch headers here. Python reads the same bytes: dcp_inductor/runtime/layout.py.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+
+#include <sched.h>
+
+namespace dcp {
+
+// Raised with every change of the bytes below or of the launch ops; checked after loading.
+constexpr int64_t kProtocol = 1;
+constexpr int kCacheLine = 64;
+constexpr int kSignatureBytes = 256;
+constexpr int kMaxRanks = 128;
+
+enum Status : int64_t {
+  kDone = 0,
+  kPending = 1,   // a peer has not arrived within the patience of this call; call again to resume
+  kMismatch = 2,  // a peer arrived with another signature
+};
+
+struct alignas(kCacheLine) Slot {
+  std::atomic<uint32_t> epoch;
+  alignas(8) unsigned char signature[kSignatureBytes];
+};
+
+struct alignas(kCacheLine) Control {
+  uint64_t tag;                                  // written by Python when the block is created
+  alignas(kCacheLine) uint32_t epoch;            // calls begun by this rank
+  uint32_t fault_peer;                           // why the last call did not end in kDone
+  alignas(kCacheLine) std::atomic<uint32_t> dead;  // this rank has given up on the group
+  Slot slots[2];
+};
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "epochs live in shared memory");
+static_assert(sizeof(Slot) == 320 && offsetof(Slot, signature) == 8, "see layout.py");
+static_assert(sizeof(Control) == 832 && offsetof(Control, slots) == 192, "see layout.py");
+
+// One rank's view of a workspace, as int64 words that Python fills in: the addresses at which this
+// process has mapped every rank's control block, and every rank's payload arena after them.
+struct Table {
+  int64_t world_size;
+  int64_t rank;
+  int64_t spin_ns;     // busy-wait this long, then
+  int64_t yield_ns;    // yield this long, then sleep
+  int64_t patience_ns; // return kPending after this long
+  int64_t slot_bytes;  // of an arena
+  int64_t addresses[];
+
+  Control* control(int64_t peer) const { return reinterpret_cast<Control*>(addresses[peer]); }
+  unsigned char* payload(int64_t peer, uint32_t epoch) const {
+    return reinterpret_cast<unsigned char*>(addresses[world_size + peer]) +
+           static_cast<int64_t>(epoch & 1) * slot_bytes;
+  }
+};
+
+inline int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+inline uint32_t begin(const Table& table) { return ++table.control(table.rank)->epoch; }
+
+inline uint32_t current(const Table& table) { return table.control(table.rank)->epoch; }
+
+inline void publish(const Table& table, uint32_t epoch, const unsigned char* signature) {
+  Slot& slot = table.control(table.rank)->slots[epoch & 1];
+  std::memcpy(slot.signature, signature, kSignatureBytes);
+  // Pairs with the acquire in wait(): payload and signature are visible before the epoch is.
+  slot.epoch.store(epoch, std::memory_order_release);
+}
+
+// Waits until every peer has published `epoch`; with `signature`, until one has published another.
+// A wait without end is bounded by the caller, which counts the kPending it gets.
+inline Status wait(const Table& table, uint32_t epoch, const unsigned char* signature) {
+  bool arrived[kMaxRanks] = {};
+  arrived[table.rank] = true;
+  const int64_t start = now_ns();
+  int64_t nap_ns = 20000;
+  for (;;) {
+    int64_t missing = -1;
+    for (int64_t peer = 0; peer < table.world_size; ++peer) {
+      if (arrived[peer]) continue;
+      const Slot& slot = table.control(peer)->slots[epoch & 1];
+      if (slot.epoch.load(std::memory_order_acquire) != epoch) {
+        missing = peer;
+        continue;
+      }
+      arrived[peer] = true;
+      if (signature && std::memcmp(slot.signature, signature, kSignatureBytes) != 0) {
+        table.control(table.rank)->fault_peer = static_cast<uint32_t>(peer);
+        return kMismatch;
+      }
+    }
+    if (missing < 0) return kDone;
+    const int64_t waited = now_ns() - start;
+    if (waited < table.spin_ns) {
+      for (int i = 0; i < 8; ++i) relax();
+    } else if (waited < table.patience_ns) {
+      if (waited < table.spin_ns + table.yield_ns) {
+        sched_yield();
+      } else {
+        const timespec nap{0, static_cast<long>(nap_ns)};
+        nanosleep(&nap, nullptr);
+        if (nap_ns < 1000000) nap_ns += nap_ns / 2;
+      }
+    } else {
+      table.control(table.rank)->fault_peer = static_cast<uint32_t>(missing);
+      return kPending;
+    }
+  }
+}
+
+}  // namespace dcp

@@ -1,0 +1,148 @@
+"""Sets up the shared memory of a group, or finds out that some rank cannot; by vote.
+
+Three rounds over the group's store: facts about the ranks, the names of their control segments, and
+whether everybody has mapped everything. After each, all ranks look at the same words and decide
+alike: if one rank cannot, none does, and the reason names that rank.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_inductor import config, extension, groups, launch_ops
+from dcp_inductor.capability import Refusal
+from dcp_inductor.errors import DCPTimeoutError, FaultRecord
+from dcp_inductor.runtime import layout, process, rendezvous, shm
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The control segments of all ranks, mapped here, and the ranks' processes."""
+
+    segments: list[shm.Segment]
+    processes: list[process.Process]
+    num_ubatches: int
+
+
+def join(group: dist.ProcessGroup, timeout_s: float) -> Membership | Refusal:
+    """Map the control segments of all ranks; every rank of the group must call this.
+
+    Raises:
+        DCPTimeoutError: a rank did not come to the rendezvous.
+    """
+    if group.size() > layout.MAX_RANKS:
+        return Refusal("ranks", f"{group.size()} ranks are more than {layout.MAX_RANKS}")
+    if "fake" in dist.get_backend(group):
+        return Refusal("fake_group", "the group's backend does not communicate")
+    # Looked up before the rendezvous, so that a build does not count as waiting.
+    own = _local_refusal()
+    try:
+        session = rendezvous.Session(
+            groups.store(group), group.rank(), group.size(), timeout_s
+        )
+        return _vote(session, group.rank(), own)
+    except rendezvous.PeersMissingError as error:
+        record = FaultRecord(
+            op="set-up", site="", group_name=group.group_name, rank=group.rank(),
+            peer=error.ranks[0], epoch_wanted=0, epoch_seen=0,
+        )  # fmt: skip
+        raise DCPTimeoutError(record, timeout_s) from error
+
+
+def _local_refusal() -> Refusal | None:
+    if sys.platform != "linux":
+        return Refusal("platform", f"expected Linux, got {sys.platform}")
+    reason = extension.load_extension()
+    return Refusal("build", reason) if reason else None
+
+
+def decide(facts: list[dict[str, Any]]) -> Refusal | None:
+    """The common reason why the ranks with these ``facts`` cannot share memory, or None."""
+    for rank, fact in enumerate(facts):
+        if fact["refusal"]:
+            code, detail = fact["refusal"]
+            return Refusal(code, f"rank {rank}: {detail}")
+    for key, code, remedy in (
+        ("hostname", "hosts", "shared memory needs all ranks on one host"),
+        ("boot_id", "hosts", "shared memory needs all ranks on one host"),
+        ("uid", "users", "shared memory needs all ranks to run as one user"),
+        ("protocol", "versions", "install one version of dcp_inductor on all ranks"),
+        ("num_ubatches", "config", "set DCP_INDUCTOR_NUM_UBATCHES alike on all ranks"),
+    ):
+        for rank, fact in enumerate(facts):
+            if fact[key] != facts[0][key]:
+                return Refusal(
+                    code,
+                    f"rank {rank} has {key} {fact[key]}, rank 0 has {facts[0][key]}; {remedy}",
+                )
+    return None
+
+
+def _first_refusal(answers: list[dict[str, Any]]) -> Refusal | None:
+    for rank, answer in enumerate(answers):
+        if answer["refusal"]:
+            return Refusal("allocation", f"rank {rank}: {answer['refusal']}")
+    return None
+
+
+def _vote(
+    session: rendezvous.Session, rank: int, own: Refusal | None
+) -> Membership | Refusal:
+    num_ubatches = config.num_ubatches
+    facts = session.exchange(
+        {
+            **process.current().as_dict(),
+            "protocol": launch_ops.PROTOCOL,
+            "num_ubatches": num_ubatches,
+            "refusal": [own.code, own.detail] if own else None,
+        }
+    )
+    refusal = decide(facts)
+    if refusal:
+        return refusal
+    size = layout.control_segment_bytes(num_ubatches)
+    tag = secrets.randbits(64)
+    mine = None
+    try:
+        try:
+            shm.sweep()
+            mine = shm.create(size)
+            layout.write_u64(mine.view, layout.TAG, tag)
+            offer = {"name": mine.name, "tag": tag, "refusal": ""}
+        except OSError as error:
+            offer = {"name": "", "tag": 0, "refusal": f"cannot create shared memory: {error}"}
+        offers = session.exchange(offer)
+        refusal = _first_refusal(offers)
+        if refusal or mine is None:
+            return refusal or Refusal("allocation", "no control segment")
+        segments, problem = _attach_all(mine, rank, offers, size)
+        refusal = _first_refusal(session.exchange({"refusal": problem}))
+        if refusal:
+            return refusal
+    finally:
+        if mine is not None:
+            mine.unlink()
+    fields = process.Process.__dataclass_fields__
+    processes = [process.Process(**{name: fact[name] for name in fields}) for fact in facts]
+    return Membership(segments, processes, num_ubatches)
+
+
+def _attach_all(
+    mine: shm.Segment, rank: int, offers: list[dict[str, Any]], size: int
+) -> tuple[list[shm.Segment], str]:
+    segments = []
+    for peer, offer in enumerate(offers):
+        try:
+            segment = mine if peer == rank else shm.attach(offer["name"], size)
+        except OSError as error:
+            return segments, f"cannot map the segment of rank {peer}: {error}"
+        # Read back through the mapping before anything depends on it.
+        if layout.read_u64(segment.view, layout.TAG) != offer["tag"]:
+            return segments, f"the segment of rank {peer} does not hold its tag"
+        segments.append(segment)
+    return segments, ""

@@ -1,0 +1,99 @@
+"""POSIX shared memory: segments that one rank creates and its peers map.
+
+A segment's pages are reserved when it is created, so that a small ``/dev/shm`` fails here and not
+by a signal in the middle of an exchange. The creator unlinks it as soon as all peers have mapped it;
+what a killed creator leaves behind in that moment is swept by the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+from dcp_inductor.runtime import process
+
+DIRECTORY = Path("/dev/shm")
+_PREFIX = "dcp_inductor"
+
+
+class Segment:
+    """A mapped segment: ``name``, ``size``, ``address`` in this process, ``view`` of its bytes."""
+
+    def __init__(self, name: str, descriptor: int, size: int) -> None:
+        self.name = name
+        self.size = size
+        self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+        self.view = memoryview(self._map)
+
+    def unlink(self) -> None:
+        """Remove the name; the memory lives until the last rank has closed it."""
+        (DIRECTORY / self.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmap. No launch may use the address afterwards."""
+        self.view.release()
+        del self._anchor
+        self._map.close()
+
+
+def create(size: int) -> Segment:
+    """A new zeroed segment of ``size`` bytes, all of them reserved.
+
+    Raises:
+        OSError: no shared memory on this system, or not enough of it left.
+    """
+    owner = process.current()
+    name = "-".join(
+        map(str, (_PREFIX, owner.uid, owner.namespace, owner.pid, owner.start_time))
+    )
+    name = f"{name}-{secrets.token_hex(8)}"
+    path = DIRECTORY / name
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return Segment(name, descriptor, size)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def attach(name: str, size: int) -> Segment:
+    """Map a peer's segment.
+
+    Raises:
+        OSError: it cannot be opened, belongs to another user, or has another size.
+    """
+    if Path(name).name != name or not name.startswith(_PREFIX):
+        raise OSError(f"expected the name of a segment, got {name!r}")
+    descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid() or status.st_size != size:
+            raise OSError(
+                f"expected segment {name} of user {os.getuid()} with {size} bytes, got user "
+                f"{status.st_uid} and {status.st_size} bytes"
+            )
+        return Segment(name, descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def sweep() -> int:
+    """Remove this user's segments whose creators have ended; returns how many."""
+    here = process.current()
+    removed = 0
+    for path in DIRECTORY.glob(f"{_PREFIX}-{here.uid}-{here.namespace}-*"):
+        fields = path.name.split("-")
+        if len(fields) != 6 or not (fields[3].isdigit() and fields[4].isdigit()):
+            continue
+        if process.start_time_of(int(fields[3])) != int(fields[4]):
+            path.unlink(missing_ok=True)
+            removed += 1
+    return removed

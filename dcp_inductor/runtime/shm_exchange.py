@@ -1,0 +1,241 @@
+"""Direct exchanges over shared memory, for CPU tensors.
+
+What a call needs beyond its tensors is worked out once per shape and options and kept as a plan, so
+that a call in the steady state is a few look-ups and one launch. Every call of a group, served or
+not, agrees on its signature with the peers: a refusal is as collective as an exchange.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dcp_inductor import capability, config, launch_ops, ops
+from dcp_inductor.capability import Refusal
+from dcp_inductor.runtime import layout, registry
+from dcp_inductor.runtime.signature import Signature
+from dcp_inductor.runtime.workspace import Workspace, as_tensor
+
+
+@dataclass(frozen=True)
+class _GatherPlan:
+    table: Tensor
+    signature: Tensor
+    shape: tuple[int, ...]
+    rank_stride: int
+    token_stride: int
+    first_padded_head: int
+
+
+@dataclass(frozen=True)
+class _CombinePlan:
+    table: Tensor
+    signature: Tensor
+    shape: tuple[int, int, int]
+    lse_shape: tuple[int, ...]
+    output_dtype: torch.dtype
+    part: list[int]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _refused(workspace: Workspace, call: Signature, refusal: Refusal) -> Refusal:
+    workspace.agree(replace(call, route=f"collectives ({refusal.code})"))
+    return refusal
+
+
+def _rows_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _as_lengths(lengths: Tensor | None) -> Tensor | None:
+    if lengths is None:
+        return None
+    dtype = torch.int32 if lengths.dtype == torch.int32 else torch.int64
+    return lengths.to(device="cpu", dtype=dtype).contiguous()
+
+
+def q_gather(
+    group_name: str, query: Tensor, padded_heads: int, site: str
+) -> Tensor | Refusal:
+    """``[T, h, D]`` of every rank to ``[T, H or padded_heads, D]``."""
+    workspace = registry.workspace_for(group_name)
+    if isinstance(workspace, Refusal):
+        return workspace
+    max_tokens = config.max_tokens
+    key = ("q", tuple(query.shape), query.dtype, padded_heads, site, max_tokens)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        num_tokens, heads, head_dim = query.shape
+        total = ops.gathered_heads(query, workspace.world_size, padded_heads)
+        call = Signature(
+            "q_gather", tuple(query.shape), _name(query.dtype),
+            f"padded_heads={padded_heads}" if padded_heads else "", "", site,
+        )  # fmt: skip
+        refusal = capability.rows_refusal(num_tokens, max_tokens)
+        if refusal:
+            return _refused(workspace, call, refusal)
+        needed = layout.gather_slot_bytes(max_tokens, heads, head_dim * query.element_size())
+        table = workspace.table_for(needed, call)
+        if isinstance(table, Refusal):
+            return _refused(workspace, call, table)
+        plan = _GatherPlan(
+            table, as_tensor(call.pack()), (num_tokens, total, head_dim),
+            rank_stride=heads * head_dim, token_stride=total * head_dim,
+            first_padded_head=heads * workspace.world_size,
+        )  # fmt: skip
+        workspace.plans[key] = plan
+    output = query.new_empty(plan.shape)
+    _gather(workspace, plan, _rows_dense(query), output, "q_gather", site)
+    if plan.first_padded_head < plan.shape[1]:
+        output[:, plan.first_padded_head :].view(torch.uint8).zero_()
+    return output
+
+
+def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
+    """``[t, ...]`` of every rank to ``[N * t, ...]``."""
+    workspace = registry.workspace_for(group_name)
+    if isinstance(workspace, Refusal):
+        return workspace
+    max_tokens = config.max_tokens
+    key = ("kv", tuple(rows.shape), rows.dtype, site, max_tokens)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        num_rows = rows.shape[0]
+        width = math.prod(rows.shape[1:])
+        call = Signature("kv_gather", tuple(rows.shape), _name(rows.dtype), "", "", site)
+        refusal = capability.rows_refusal(num_rows, max_tokens)
+        if refusal:
+            return _refused(workspace, call, refusal)
+        needed = layout.gather_slot_bytes(max_tokens, 1, width * rows.element_size())
+        table = workspace.table_for(needed, call)
+        if isinstance(table, Refusal):
+            return _refused(workspace, call, table)
+        plan = _GatherPlan(
+            table, as_tensor(call.pack()),
+            (num_rows * workspace.world_size, *rows.shape[1:]),
+            rank_stride=num_rows * width, token_stride=width, first_padded_head=0,
+        )  # fmt: skip
+        workspace.plans[key] = plan
+    output = rows.new_empty(plan.shape)
+    flat = rows.reshape(rows.shape[0], 1, -1)
+    _gather(workspace, plan, _rows_dense(flat), output, "kv_gather", site)
+    return output
+
+
+def _gather(
+    workspace: Workspace, plan: _GatherPlan, source: Tensor, output: Tensor, op: str, site: str
+) -> None:
+    def launch(resume: bool) -> int:
+        return launch_ops.shm_gather(
+            source, output, plan.table, plan.signature, plan.rank_stride, plan.token_stride, resume
+        )
+
+    workspace.run(launch, op, site)
+
+
+def a2a_lse_reduce(
+    group_name: str,
+    partial_output: Tensor,
+    partial_lse: Tensor,
+    *,
+    scatter: str,
+    split_sizes: Sequence[int],
+    is_lse_base_on_e: bool,
+    return_lse: bool,
+    full_lse: bool,
+    output_dtype: torch.dtype | None,
+    seq_lens: Tensor | None,
+    query_start_loc: Tensor | None,
+    site: str,
+) -> tuple[Tensor, Tensor] | Refusal:
+    """Merged output and LSE of ``[T, H, D]`` and ``[T, H]`` of every rank."""
+    workspace = registry.workspace_for(group_name)
+    if isinstance(workspace, Refusal):
+        return workspace
+    max_tokens = config.max_tokens
+    key = (
+        tuple(partial_output.shape), partial_output.dtype, partial_lse.dtype, scatter,
+        tuple(split_sizes), is_lse_base_on_e, return_lse, full_lse, output_dtype, site, max_tokens,
+    )  # fmt: skip
+    plan = workspace.plans.get(key)
+    if plan is None:
+        plan = _plan_combine(
+            workspace, partial_output, partial_lse, scatter, tuple(split_sizes), is_lse_base_on_e,
+            return_lse, full_lse, output_dtype or partial_output.dtype, site, max_tokens,
+        )  # fmt: skip
+        if isinstance(plan, Refusal):
+            return plan
+        workspace.plans[key] = plan
+    output = partial_output.new_empty(plan.shape, dtype=plan.output_dtype)
+    lse = partial_output.new_empty(plan.lse_shape, dtype=torch.float32)
+    source = _rows_dense(partial_output)
+    lengths = _as_lengths(seq_lens)
+    starts = _as_lengths(query_start_loc)
+
+    def launch(resume: bool) -> int:
+        return launch_ops.shm_a2a_lse_reduce(
+            source, partial_lse, lengths, starts, output, lse if return_lse else None,
+            plan.table, plan.signature, plan.part, scatter == "none", is_lse_base_on_e,
+            full_lse, resume,
+        )  # fmt: skip
+
+    workspace.run(launch, "a2a_lse_reduce", site)
+    return output, lse
+
+
+def _plan_combine(
+    workspace: Workspace,
+    partial_output: Tensor,
+    partial_lse: Tensor,
+    scatter: str,
+    split_sizes: tuple[int, ...],
+    is_lse_base_on_e: bool,
+    return_lse: bool,
+    full_lse: bool,
+    output_dtype: torch.dtype,
+    site: str,
+    max_tokens: int,
+) -> _CombinePlan | Refusal:
+    num_tokens, heads, head_dim = partial_output.shape
+    options = [f"scatter={scatter}", f"base={'e' if is_lse_base_on_e else '2'}"]
+    options += [f"split_sizes={list(split_sizes)}"] if split_sizes else []
+    options += ["full_lse"] if return_lse and full_lse else ["lse"] if return_lse else []
+    options += [f"output={_name(output_dtype)}"] if output_dtype != partial_output.dtype else []
+    call = Signature(
+        "a2a_lse_reduce", (num_tokens, heads, head_dim), _name(partial_output.dtype),
+        " ".join(options), "", site,
+    )  # fmt: skip
+    refusal = capability.combine_refusal(
+        partial_output.dtype, partial_lse.dtype, output_dtype
+    ) or capability.rows_refusal(num_tokens, max_tokens)
+    if refusal:
+        return _refused(workspace, call, refusal)
+    row_bytes = head_dim * partial_output.element_size()
+    table = workspace.table_for(layout.combine_slot_bytes(max_tokens, heads, row_bytes), call)
+    if isinstance(table, Refusal):
+        return _refused(workspace, call, table)
+    my_tokens, my_heads = ops.scattered_shape(
+        partial_lse, scatter, split_sizes, workspace.world_size, workspace.rank
+    )
+    part = [0, num_tokens, 0, heads]
+    first = sum(split_sizes[: workspace.rank]) if split_sizes else None
+    if scatter == "heads":
+        start = workspace.rank * my_heads if first is None else first
+        part[2:] = [start, start + my_heads]
+    elif scatter == "tokens":
+        start = workspace.rank * my_tokens if first is None else first
+        part[:2] = [start, start + my_tokens]
+    lse_shape = (0,)
+    if return_lse:
+        lse_shape = (num_tokens, heads) if full_lse else (my_tokens, my_heads)
+    return _CombinePlan(
+        table, as_tensor(call.pack()), (my_tokens, my_heads, head_dim), lse_shape, output_dtype,
+        part,
+    )  # fmt: skip

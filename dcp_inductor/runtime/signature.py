@@ -1,0 +1,47 @@
+"""What a rank says about an exchange, so that a peer with another one is found out.
+
+A signature is 256 bytes, published with the epoch and compared byte for byte by every peer. It
+holds what must be equal on all ranks, in a form that can be printed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from dcp_inductor.runtime import layout
+
+_SEPARATOR = "|"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One exchange as its ranks must agree on it; ``shape`` without what may differ by rank."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    options: str
+    route: str
+    site: str
+
+    def pack(self) -> bytes:
+        """The bytes to publish; long options and sites are cut and marked by a checksum."""
+        shape = "x".join(map(str, self.shape))
+        text = _SEPARATOR.join((self.op, shape, self.dtype, self.options, self.route, self.site))
+        data = text.encode()
+        if len(data) > layout.SIGNATURE_BYTES:
+            mark = f"~{zlib.crc32(data):08x}".encode()
+            data = data[: layout.SIGNATURE_BYTES - len(mark)] + mark
+        return data.ljust(layout.SIGNATURE_BYTES, b"\0")
+
+
+def describe(packed: bytes) -> str:
+    """A published signature in words."""
+    text = packed.rstrip(b"\0").decode(errors="replace")
+    fields = text.split(_SEPARATOR)
+    op, shape, dtype, options, route, site = (*fields, *[""] * 6)[:6]
+    words = [f"{op}[{shape.replace('x', ', ')}] {dtype}"]
+    words += [word for word in (options, f"by {route}" if route else "") if word]
+    words += [f"at site {site}"] if site else []
+    return ", ".join(words)

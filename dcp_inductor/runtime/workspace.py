@@ -1,0 +1,280 @@
+"""The shared memory of one group and micro-batch, and the bounded wait of its exchanges.
+
+All exchanges of a group go through one sequence of epochs, whatever their op and geometry: so two
+ranks that come with different exchanges meet and notice, and two slots suffice for every arena
+(csrc/cpu/sync.h has the argument). Arenas hold payload. They are created when first needed, by all
+ranks in the same call, are never grown or moved, and serve every geometry that fits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dcp_inductor import config, launch_ops
+from dcp_inductor.capability import Refusal
+from dcp_inductor.errors import (
+    DCPError,
+    DCPMismatchError,
+    DCPTimeoutError,
+    FaultRecord,
+)
+from dcp_inductor.runtime import layout, shm, votes
+from dcp_inductor.runtime.process import Process
+from dcp_inductor.runtime.signature import Signature, describe
+
+# A launch returns this often while it waits, so that signals and dead peers are noticed.
+PATIENCE_S = 0.1
+# Votes are read after this much waiting, and then as often.
+VOTES_AFTER_S = 1.0
+_SPIN_S = 50e-6
+_YIELD_S = 2e-3
+_ANSWER = b"answer "
+
+
+class Workspace:
+    """One rank's side of the exchanges of a group and micro-batch.
+
+    Args:
+        controls: control block of every rank, as mapped here.
+        addresses: where they are mapped.
+        processes: the ranks' processes.
+    """
+
+    def __init__(
+        self,
+        group_name: str,
+        rank: int,
+        controls: list[memoryview],
+        addresses: list[int],
+        processes: list[Process],
+        owners: list[shm.Segment],
+    ) -> None:
+        self.group_name = group_name
+        self.rank = rank
+        self.world_size = len(controls)
+        self.plans: dict[Any, Any] = {}
+        self._controls = controls
+        self._addresses = addresses
+        self._processes = processes
+        self._owners = owners
+        self._pid = os.getpid()
+        self._busy = threading.Lock()
+        self._why_dead = ""
+        self._tables: dict[int, Tensor] = {}
+        self._arenas: list[shm.Segment] = []
+        self._refused_bytes: dict[int, Refusal] = {}
+        self._header_table = self._table(0, [0] * self.world_size)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the last exchange that this rank began."""
+        return layout.read_u32(self._controls[self.rank], layout.EPOCH)
+
+    def run(self, launch: Callable[[bool], int], op: str, site: str) -> None:
+        """Make one exchange: ``launch(resume)`` until it is done.
+
+        Raises:
+            DCPTimeoutError: a peer did not arrive in time, has ended, or has given up.
+            DCPMismatchError: a peer arrived with another exchange.
+            DCPDisagreementError: a peer has refused ``site``.
+        """
+        if self._why_dead or self._pid != os.getpid():
+            self._refuse()
+        if not self._busy.acquire(blocking=False):
+            raise DCPError(
+                f"{op}: another thread is within an exchange of group '{self.group_name}' and "
+                "the same micro-batch; give every thread its own with "
+                "dcp_inductor.runtime.ubatch.ubatch(index)"
+            )
+        try:
+            status = launch(False)
+            if status != launch_ops.DONE:
+                self._settle(launch, status, op, site)
+        finally:
+            self._busy.release()
+
+    def table_for(self, needed: int, call: Signature) -> Tensor | Refusal:
+        """Launch table of an arena with ``needed`` bytes a slot, created if there is none.
+
+        Creation takes exchanges of its own: all ranks get here in the same call, since their
+        workspaces have the same history.
+        """
+        for slot_bytes, table in sorted(self._tables.items()):
+            if slot_bytes >= needed:
+                return table
+        slot_bytes = layout.arena_slot_bytes(needed)
+        for refused, refusal in self._refused_bytes.items():
+            if slot_bytes >= refused:
+                return refusal
+        self.agree(replace(call, route=f"set-up of {slot_bytes} bytes"))
+        table = self._create_arena(slot_bytes, call.op, call.site)
+        if isinstance(table, Refusal):
+            self._refused_bytes[slot_bytes] = table
+        else:
+            self._tables[slot_bytes] = table
+        return table
+
+    def agree(self, call: Signature) -> None:
+        """Exchange without payload: all ranks have the same signature, or all raise."""
+        words = as_tensor(call.pack())
+
+        def launch(resume: bool) -> int:
+            return launch_ops.shm_agree(self._header_table, words, True, resume)
+
+        self.run(launch, call.op, call.site)
+
+    def mark_dead(self, reason: str) -> None:
+        """No exchange can be made any more; peers that wait for this rank are told."""
+        self._why_dead = self._why_dead or reason
+        layout.write_u32(self._controls[self.rank], layout.DEAD, 1)
+
+    def _table(self, slot_bytes: int, arenas: list[int]) -> Tensor:
+        # With more ranks than processors, a rank that spins keeps its peers from running.
+        crowded = self.world_size > len(os.sched_getaffinity(0))
+        spin_ns = 0 if crowded else int(_SPIN_S * 1e9)
+        words = layout.table_words(
+            self.rank, spin_ns, int(_YIELD_S * 1e9), int(PATIENCE_S * 1e9), slot_bytes,
+            self._addresses, arenas,
+        )  # fmt: skip
+        return torch.tensor(words, dtype=torch.int64)
+
+    def _create_arena(self, slot_bytes: int, op: str, site: str) -> Tensor | Refusal:
+        size = layout.arena_bytes(slot_bytes)
+        mine, segments = None, []
+        try:
+            try:
+                mine = shm.create(size)
+                answer, failure = mine.name, ""
+            except OSError as error:
+                answer, failure = "", f"cannot create {size} bytes of shared memory: {error}"
+            names, refusal = self._answers(answer, failure, op, site)
+            if refusal or mine is None:
+                return refusal or Refusal("allocation", "no arena")
+            failure = ""
+            for peer, name in enumerate(names):
+                try:
+                    segments.append(mine if peer == self.rank else shm.attach(name, size))
+                except OSError as error:
+                    failure = f"cannot map the arena of rank {peer}: {error}"
+                    break
+            _, refusal = self._answers("", failure, op, site)
+            if refusal:
+                return refusal
+        finally:
+            if mine is not None:
+                mine.unlink()
+        self._arenas += segments
+        return self._table(slot_bytes, [segment.address for segment in segments])
+
+    def _answers(
+        self, answer: str, failure: str, op: str, site: str
+    ) -> tuple[list[str], Refusal | None]:
+        """Every rank's answer in the set-up of an arena, and the first failure."""
+        text = f"no {failure}" if failure else f"yes {answer}"
+        packed = (_ANSWER + text.encode())[: layout.SIGNATURE_BYTES]
+        words = as_tensor(packed.ljust(layout.SIGNATURE_BYTES, b"\0"))
+
+        def launch(resume: bool) -> int:
+            return launch_ops.shm_agree(self._header_table, words, False, resume)
+
+        self.run(launch, op, site)
+        answers, refusal = [], None
+        for rank in range(self.world_size):
+            said = self._published(rank)
+            if not said.startswith(_ANSWER):
+                raise self._mismatch(op, rank)
+            word, _, detail = said[len(_ANSWER) :].rstrip(b"\0").decode().partition(" ")
+            answers.append(detail)
+            if word == "no" and refusal is None:
+                refusal = Refusal("allocation", f"rank {rank}: {detail}")
+        return answers, refusal
+
+    def _published(self, rank: int) -> bytes:
+        """The signature that a rank published with this rank's current epoch."""
+        start = layout.slot_offset(self.epoch) + layout.SIGNATURE
+        return bytes(self._controls[rank][start : start + layout.SIGNATURE_BYTES])
+
+    def _settle(self, launch: Callable[[bool], int], status: int, op: str, site: str) -> None:
+        start = time.monotonic()
+        votes_at = start + VOTES_AFTER_S
+        try:
+            while status == launch_ops.PENDING:
+                now = time.monotonic()
+                self._look_for_lost_peers(op, site, now - start)
+                if site and now >= votes_at:
+                    votes.check(self.group_name, site, votes.ACCEPTED)
+                    votes_at = now + VOTES_AFTER_S
+                if now - start >= config.timeout_s:
+                    peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
+                    raise DCPTimeoutError(self._record(op, site, peer), config.timeout_s)
+                status = launch(True)
+        except BaseException as error:
+            # This rank has published and will not finish the call: epochs differ from here on.
+            self.mark_dead(str(error) or type(error).__name__)
+            raise
+        if status == launch_ops.MISMATCH:
+            peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
+            raise self._mismatch(op, peer)
+
+    def _look_for_lost_peers(self, op: str, site: str, waited_s: float) -> None:
+        for peer in range(self.world_size):
+            if peer == self.rank or self._has_arrived(peer):
+                continue
+            if layout.read_u32(self._controls[peer], layout.DEAD):
+                why = f"rank {peer} has given up on the group"
+            elif self._processes[peer].is_dead():
+                why = f"the process of rank {peer} (pid {self._processes[peer].pid}) has ended"
+            else:
+                continue
+            if self._has_arrived(peer):  # it published, and then ended
+                continue
+            error = DCPTimeoutError(self._record(op, site, peer), round(waited_s, 1))
+            error.args = (f"{why}: {error.args[0]}",)
+            raise error
+
+    def _has_arrived(self, peer: int) -> bool:
+        offset = layout.slot_offset(self.epoch)
+        return layout.read_u32(self._controls[peer], offset) == self.epoch
+
+    def _record(self, op: str, site: str, peer: int) -> FaultRecord:
+        even, odd = (
+            layout.read_u32(self._controls[peer], layout.slot_offset(parity)) for parity in (0, 1)
+        )
+        return FaultRecord(
+            op=op, site=site, group_name=self.group_name, rank=self.rank, peer=peer,
+            epoch_wanted=self.epoch, epoch_seen=even if layout.is_later(even, odd) else odd,
+        )  # fmt: skip
+
+    def _mismatch(self, op: str, peer: int) -> DCPMismatchError:
+        own, other = (describe(self._published(r)) for r in (self.rank, peer))
+        return DCPMismatchError(
+            f"exchange {self.epoch} of group '{self.group_name}': rank {self.rank} came with "
+            f"{own}; rank {peer} came with {other}. Every rank must make the same sequence of "
+            "exchanges with equal shapes, dtypes and options"
+        )
+
+    def _refuse(self) -> None:
+        if self._pid != os.getpid():
+            raise DCPError(
+                f"the workspace of group '{self.group_name}' belongs to process {self._pid}, and "
+                f"this is its fork {os.getpid()}; create the process group after forking"
+            )
+        raise DCPError(
+            f"the workspace of group '{self.group_name}' is out of use since: {self._why_dead}. "
+            "Call dcp_inductor.recover(group) on all ranks to go on"
+        )
+
+
+def as_tensor(packed: bytes) -> Tensor:
+    """Bytes as a launch op takes them."""
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
