@@ -1,0 +1,207 @@
+"""The pass: find -> prove -> judge -> rewrite -> order -> check, with one report per graph."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dcp_inductor import config, ops
+from dcp_inductor.fx import report
+from dcp_inductor.fx.check import check_rewrite
+from dcp_inductor.fx.collectives import issues_exchange
+from dcp_inductor.fx.emit import CannotExpress, Emitter
+from dcp_inductor.fx.legality import judge
+from dcp_inductor.fx.order import thread_token
+from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
+from dcp_inductor.fx.search import Candidate, find_gathers, find_merges
+from dcp_inductor.fx.site import MergeSite, Reject
+from dcp_inductor.fx.summary import describe
+
+log = logging.getLogger(__name__)
+
+_AUTOGRAD = Reject("autograd", "the graph is part of training; the direct ops have no gradient")
+
+
+class DcpPass(CustomInferenceAwareGraphPass):
+    """Rewrite the exchanges of decode context parallelism in a post-AOT, decomposed graph.
+
+    Works on any such graph by itself (``DcpPass()(graph)``); the backend installs it as
+    Inductor's ``post_grad_custom_pre_pass``. No communication happens here.
+
+    Args:
+        config_overrides: knobs that beat ``dcp_inductor.config`` while this pass runs.
+    """
+
+    def __init__(self, config_overrides: Mapping[str, Any] | None = None) -> None:
+        self.config_overrides = dict(config_overrides or {})
+
+    def __call__(self, graph: Graph, is_inference: bool = True) -> None:
+        if not any(issues_exchange(node) for node in graph.nodes):
+            report.publish(report.GraphReport(num_nodes=len(graph.nodes)))
+            return
+        with config.patch(self.config_overrides), _disable_current_modes(), torch.no_grad():
+            if config.enable:
+                self._run(graph, is_inference)
+
+    def uuid(self) -> Any:
+        """Identity for the FX graph cache: source, versions and every knob's value."""
+        with config.patch(self.config_overrides):
+            return (_source_hash(), torch.__version__, config.get_hash())
+
+    def _run(self, graph: Graph, is_inference: bool) -> None:
+        start = time.perf_counter()
+        summary = report.GraphReport(num_nodes=len(graph.nodes))
+        run = _Run(graph, is_inference, summary)
+        run.stage(find_merges(graph))
+        run.stage(find_gathers(graph))
+        run.finish()
+        summary.pass_ms = (time.perf_counter() - start) * 1e3
+        report.publish(summary)
+        if summary.sites:
+            log.info(
+                "rewrote %d/%d DCP sites in %.1f ms%s",
+                summary.rewritten,
+                summary.found,
+                summary.pass_ms,
+                _reasons(summary),
+            )
+
+
+class _Run:
+    """One graph on its way through the pass."""
+
+    def __init__(
+        self, graph: Graph, is_inference: bool, summary: report.GraphReport
+    ) -> None:
+        self._graph = graph
+        self._is_inference = is_inference
+        self._summary = summary
+        self._groups: dict[str, Node] = {}  # the first token of each rewritten group
+        self._replaced: list[Node] = []
+        self._moved: dict[Node, Node] = {}
+
+    def stage(self, candidates: list[Candidate]) -> None:
+        """Judge and rewrite candidates that were found on one state of the graph."""
+        self._moved = {}
+        for candidate in candidates:
+            self._decide(candidate)
+        if self._replaced:
+            stable_topological_sort(self._graph)
+
+    def _decide(self, candidate: Candidate) -> None:
+        site = candidate.site
+        reject = candidate.reject
+        if not self._is_inference:
+            reject = _AUTOGRAD
+        if reject is None and site is not None:
+            site.rename(self._moved)
+            reject = judge(self._graph, site) or self._rewrite(site)
+        row = describe(candidate, reject)
+        self._summary.sites.append(row)
+        counters["dcp_inductor"]["found"] += 1
+        if reject is None:
+            counters["dcp_inductor"]["rewritten"] += 1
+        else:
+            counters["dcp_inductor"][f"rejected.{reject.code}"] += 1
+        log.debug(
+            "%s %s at %s: %s%s", row.decision, row.kind, row.source or row.site, row.family,
+            f" ({row.code}: {row.reason})" if row.code else "",
+        )
+
+    def _rewrite(self, site: Any) -> Reject | None:
+        token = self._first_token(site)
+        exits = [e.node for e in (site.proof.exits if isinstance(site, MergeSite) else site.exits)]
+        feeding = _feeding(site.region, exits)
+        before = list(self._graph.nodes)
+        try:
+            if isinstance(site, MergeSite):
+                replacements = rewrite_merge(self._graph, site, token)
+            else:
+                replacements = rewrite_gather(self._graph, site, token)
+        except CannotExpress as error:
+            _undo(self._graph, before)
+            return Reject("symbolic_shape", str(error))
+        self._moved.update(replacements)
+        self._replaced += feeding
+        return None
+
+    def _first_token(self, site: Any) -> Node:
+        token = self._groups.get(site.group.name)
+        if token is None:
+            first = next(node for node in self._graph.nodes if node.op != "placeholder")
+            with self._graph.inserting_before(first):
+                token = Emitter(self._graph, site.origin).call(
+                    torch.ops.aten.empty.memory_format,
+                    [0],
+                    dtype=torch.uint8,
+                    device=site.origin.meta["val"].device,
+                )
+            self._groups[site.group.name] = token
+        return token
+
+    def finish(self) -> None:
+        """Tie the exchanges of each group together and check the graph."""
+        for group_name, token in self._groups.items():
+            if not token.users:
+                self._graph.erase_node(token)
+                continue
+            thread_token(self._graph, group_name)
+            stable_topological_sort(self._graph)
+        if self._replaced:
+            check_rewrite(self._graph, self._replaced)
+
+
+def _feeding(region: Any, exits: list[Node]) -> list[Node]:
+    """Collectives of the region that the exits are made of."""
+    issued = {collective.node for collective in region.collectives}
+    stack, seen, found = list(exits), set(exits), []
+    while stack:
+        node = stack.pop()
+        if node in issued:
+            found.append(node)
+        for source in node.all_input_nodes:
+            if source in region.exchanged and source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return found
+
+
+def _undo(graph: Graph, before: list[Node]) -> None:
+    """Erase what a rewrite added before it gave up."""
+    kept = set(before)
+    for node in reversed(list(graph.nodes)):
+        if node not in kept:
+            graph.erase_node(node)
+
+
+def _reasons(summary: report.GraphReport) -> str:
+    codes: dict[str, int] = {}
+    for site in summary.sites:
+        if site.code:
+            codes[site.code] = codes.get(site.code, 0) + 1
+    return f" ({', '.join(f'{code}={n}' for code, n in codes.items())})" if codes else ""
+
+
+_SOURCE_HASH: str | None = None
+
+
+def _source_hash() -> str:
+    global _SOURCE_HASH
+    if _SOURCE_HASH is None:
+        digest = hashlib.sha256()
+        for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+            digest.update(path.read_bytes())
+        digest.update(pathlib.Path(ops.__file__).read_bytes())
+        _SOURCE_HASH = digest.hexdigest()
+    return _SOURCE_HASH

@@ -1,0 +1,107 @@
+"""Add nodes to a graph, each with the metadata that later passes and lowerings read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from dcp_inductor.fx.nodes import copy_origin, shape_key, size_name, tensor_val
+
+_aten = torch.ops.aten
+_convert = torch.ops.prims.convert_element_type.default
+
+Size = int | Node  # an argument that stands for a size: a number or a node of one
+
+
+class CannotExpress(Exception):
+    """The views that a rewrite needs cannot be written for these symbolic sizes."""
+
+
+class Emitter:
+    """Creates nodes at the graph's insertion point, with fake results and the user's location."""
+
+    def __init__(self, graph: Graph, origin: Node) -> None:
+        self._graph = graph
+        self._origin = origin
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call of ``target`` whose fake result is in ``meta["val"]``."""
+        node = self._graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with _fake_mode_of(self._origin):
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        copy_origin(self._origin, node)
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        """One result of a node with several."""
+        result = self._graph.call_function(operator.getitem, (node, index))
+        result.meta["val"] = node.meta["val"][index]
+        copy_origin(self._origin, result)
+        return result
+
+    def permute(self, node: Node, order: Sequence[int]) -> Node:
+        """The node's dims in another order."""
+        if list(order) == list(range(len(order))):
+            return node
+        return self.call(_aten.permute.default, node, list(order))
+
+    def reshape(self, node: Node, sizes: Sequence[int | torch.SymInt]) -> Node:
+        """The node in another shape.
+
+        Raises:
+            CannotExpress: two sizes of the shape are symbolic and not sizes of the node.
+        """
+        if shape_key(_val(node).shape) == shape_key(sizes):
+            return node
+        return self.call(_aten.reshape.default, node, self._size_arguments(node, sizes))
+
+    def _size_arguments(self, node: Node, sizes: Sequence[int | torch.SymInt]) -> list[Size]:
+        known = {size_name(size): dim for dim, size in enumerate(_val(node).shape)}
+        arguments: list[Size] = []
+        inferred = 0
+        symbolic = [size for size in sizes if not size_name(size).isdigit()]
+        for size in sizes:
+            name = size_name(size)
+            if name.isdigit():
+                arguments.append(int(name))
+            elif len(symbolic) > 1 and name in known:
+                arguments.append(self.call(_aten.sym_size.int, node, known[name]))
+            else:
+                inferred += 1
+                arguments.append(-1)
+        if inferred > 1:
+            raise CannotExpress(f"no views make shape {shape_key(sizes)}")
+        return arguments
+
+    def narrow(self, node: Node, dim: int, start: int, length: int) -> Node:
+        """A part of one dim."""
+        return self.call(_aten.slice.Tensor, node, dim, start, start + length)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """The node in another dtype."""
+        return node if _val(node).dtype == dtype else self.call(_convert, node, dtype)
+
+    def like(self, node: Node, model: Tensor) -> Node:
+        """The node in ``model``'s dtype and, where the model is contiguous, contiguous."""
+        node = self.cast(node, model.dtype)
+        if model.is_contiguous() and not _val(node).is_contiguous():
+            node = self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+        return node
+
+
+def _val(node: Node) -> Tensor:
+    value = tensor_val(node)
+    assert value is not None
+    return value
+
+
+def _fake_mode_of(node: Node) -> Any:
+    value = tensor_val(node)
+    mode = getattr(value, "fake_mode", None)
+    return mode if mode is not None else torch.no_grad()

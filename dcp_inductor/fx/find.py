@@ -1,0 +1,303 @@
+"""Candidates: where a merge of partial attention results may stand in a graph.
+
+A merge starts at a *cut*: a partial output O and its statistics (an LSE, or max and sum), from
+which everything up to the result is plain tensor code and collectives of one group. ``cuts``
+proposes cuts by shape alone; what they compute is for ``prove`` to find out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from dcp_inductor.fx.collectives import Collective, as_collective, inputs_of, is_wait
+from dcp_inductor.fx.nodes import (
+    is_number,
+    is_pure,
+    is_view_like,
+    is_widening_cast,
+    shape_key,
+    tensor_inputs,
+    tensor_val,
+)
+
+# Bounds of the search, in nodes. The longest public spelling needs about half of each.
+_MAX_BACKWARD = 32  # from a collective up to its partial output
+_MAX_STATISTICS = 120  # from the join of output and weights up to the statistics
+_MAX_JOINS = 4
+_MAX_REGION = 600
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a merge starts: this rank's partial output and its one or two statistics."""
+
+    partial_output: Node
+    statistics: tuple[Node, ...]
+
+    @property
+    def leaves(self) -> tuple[Node, ...]:
+        return (self.partial_output, *self.statistics)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Everything that a cut alone determines: nodes in graph order, constants included."""
+
+    leaves: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    collectives: tuple[Collective, ...]
+    exchanged: frozenset[Node]  # nodes that depend on a collective of the region
+
+    def exits(self) -> list[Node]:
+        """Exchanged nodes that something outside of the region uses, in graph order."""
+        members = set(self.nodes)
+        return [
+            node
+            for node in self.nodes
+            if node in self.exchanged and any(user not in members for user in node.users)
+        ]
+
+
+class GraphIndex:
+    """Order, constants and collectives of a graph, read once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.order: dict[Node, int] = {}
+        self.constants: set[Node] = set()
+        self.collectives: list[Collective] = []
+        for position, node in enumerate(graph.nodes):
+            self.order[node] = position
+            collective = as_collective(node)
+            if collective is not None:
+                self.collectives.append(collective)
+            elif self._is_constant(node):
+                self.constants.add(node)
+
+    def _is_constant(self, node: Node) -> bool:
+        if node.op == "get_attr":
+            return tensor_val(node) is not None
+        if not is_pure(node) or is_number(node):
+            return False
+        return all(source in self.constants for source in tensor_inputs(node))
+
+    def region(self, leaves: tuple[Node, ...], group_name: str) -> Region:
+        """All that the leaves determine, forward, through collectives of the group."""
+        known = set(leaves)
+        members: set[Node] = set()
+        exchanged: set[Node] = set()
+        collectives: list[Collective] = []
+        queue: list[tuple[int, Node]] = []
+        queued: set[Node] = set()
+
+        def push_users(node: Node) -> None:
+            for user in node.users:
+                if user not in queued and user in self.order:
+                    queued.add(user)
+                    heapq.heappush(queue, (self.order[user], user))
+
+        for leaf in leaves:
+            push_users(leaf)
+        while queue and len(members) < _MAX_REGION:
+            _, node = heapq.heappop(queue)
+            if node in known or is_number(node):
+                continue
+            collective = as_collective(node)
+            if collective is not None:
+                if collective.group_name != group_name:
+                    continue
+            elif not is_pure(node) and not is_wait(node):
+                continue
+            inputs = tensor_inputs(node)
+            if not all(source in known or source in self.constants for source in inputs):
+                continue
+            known.add(node)
+            members.add(node)
+            if collective is not None:
+                collectives.append(collective)
+            if collective is not None or any(source in exchanged for source in inputs):
+                exchanged.add(node)
+            push_users(node)
+        constants = self._constants_of(members)
+        nodes = sorted(members | constants, key=self.order.__getitem__)
+        return Region(leaves, tuple(nodes), tuple(collectives), frozenset(exchanged))
+
+    def _constants_of(self, members: set[Node]) -> set[Node]:
+        found: set[Node] = set()
+        stack = [source for node in members for source in tensor_inputs(node)]
+        while stack:
+            node = stack.pop()
+            if node in self.constants and node not in found:
+                found.add(node)
+                stack.extend(tensor_inputs(node))
+        return found
+
+
+def is_minimal(index: GraphIndex, region: Region) -> bool:
+    """Whether no leaf is determined by the others: such a cut stands inside another region."""
+    known = {*region.leaves, *region.nodes, *index.constants}
+    return not any(
+        leaf.op == "call_function" and all(source in known for source in tensor_inputs(leaf))
+        for leaf in region.leaves
+    )
+
+
+def cuts(index: GraphIndex, collective: Collective, tried: set[Node]) -> Iterator[Cut]:
+    """Cuts of merges that the collective may belong to, nearest first.
+
+    Args:
+        index: facts of the graph.
+        collective: where to look from.
+        tried: partial outputs that were looked at already; extended by this call.
+    """
+    for partial_output in _partial_outputs(index, collective):
+        if partial_output in tried:
+            continue
+        tried.add(partial_output)
+        yield from _cuts_of(index, partial_output, collective.group_name)
+
+
+def _partial_outputs(index: GraphIndex, collective: Collective) -> Iterator[Node]:
+    """Float tensors of two or more dims behind the collective, the less processed first."""
+    seen: set[Node] = set()
+    queue = list(inputs_of(collective))
+    while queue and len(seen) < _MAX_BACKWARD:
+        node = queue.pop(0)
+        if node in seen or node in index.constants or not isinstance(node, Node):
+            continue
+        seen.add(node)
+        for candidate in reversed(_same_elements(node)):
+            value = tensor_val(candidate)
+            if value is not None and value.dtype.is_floating_point and value.dim() >= 2:
+                yield candidate
+        if is_pure(node):
+            queue.extend(tensor_inputs(node))
+
+
+def _same_elements(node: Node) -> list[Node]:
+    """The node and the nodes that it is a mere view or widening cast of, nearest first."""
+    chain = [node]
+    while is_view_like(chain[-1]) or is_widening_cast(chain[-1]):
+        source = chain[-1].args[0]
+        if not isinstance(source, Node):
+            break
+        chain.append(source)
+    return chain
+
+
+def _cuts_of(index: GraphIndex, partial_output: Node, group_name: str) -> Iterator[Cut]:
+    for join, reached in _joins(index, partial_output):
+        side = [
+            source
+            for source in tensor_inputs(join)
+            if source not in reached and source not in index.constants
+        ]
+        yield from _statistics(index, partial_output, reached, side, group_name)
+
+
+def _joins(index: GraphIndex, partial_output: Node) -> Iterator[tuple[Node, set[Node]]]:
+    """Nodes where something else first meets what the partial output alone determines."""
+    reached = {partial_output}
+    queue = [(index.order[user], user) for user in partial_output.users if user in index.order]
+    heapq.heapify(queue)
+    seen = {node for _, node in queue}
+    joins = 0
+    while queue and joins < _MAX_JOINS and len(seen) < _MAX_STATISTICS:
+        _, node = heapq.heappop(queue)
+        plain = is_pure(node) or is_wait(node) or as_collective(node) is not None
+        if not plain or is_number(node):
+            continue
+        if any(s not in reached and s not in index.constants for s in tensor_inputs(node)):
+            joins += 1
+            yield node, set(reached)
+            continue
+        reached.add(node)
+        for user in node.users:
+            if user not in seen and user in index.order:
+                seen.add(user)
+                heapq.heappush(queue, (index.order[user], user))
+
+
+def _statistics(
+    index: GraphIndex,
+    partial_output: Node,
+    reached: set[Node],
+    side: list[Node],
+    group_name: str,
+) -> Iterator[Cut]:
+    """Walk up from the join's other inputs; every frontier of statistics' shape is a cut."""
+    shape = shape_key(tensor_val(partial_output).shape)  # type: ignore[union-attr]
+    frontier = set(side)
+    for _ in range(_MAX_STATISTICS):
+        if not frontier or len(frontier) > 4:
+            return
+        if len(frontier) <= 2 and all(_is_statistic(node, shape) for node in frontier):
+            ordered = tuple(sorted(frontier, key=index.order.__getitem__))
+            if not any(as_collective(n) is not None or is_wait(n) for n in ordered):
+                yield Cut(partial_output, ordered)
+        open_nodes = [node for node in frontier if _can_open(node, group_name)]
+        if not open_nodes:
+            return
+        latest = max(open_nodes, key=lambda n: (is_view_like(n), index.order[n]))
+        frontier.discard(latest)
+        for source in tensor_inputs(latest):
+            if source not in reached and source not in index.constants:
+                frontier.add(source)
+
+
+def _can_open(node: Node, group_name: str) -> bool:
+    collective = as_collective(node)
+    if collective is not None:
+        return collective.group_name == group_name
+    return is_pure(node) or is_wait(node)
+
+
+def _is_statistic(node: Node, shape: tuple[str, ...]) -> bool:
+    """Whether the node has one number for each row of a partial output of ``shape``."""
+    value = tensor_val(node)
+    if value is None or not value.dtype.is_floating_point:
+        return False
+    return bool(statistic_axes(shape_key(value.shape), shape))
+
+
+def statistic_axes(
+    statistic: tuple[str, ...], shape: tuple[str, ...]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Ways to read a statistic's dims as dims of the partial output.
+
+    Returns:
+        ``(feature_dim, axes)``: the output dim that the statistic lacks, and for each dim of the
+        statistic that is not 1 the output dim that it is. Several where sizes coincide; dims of
+        size 1 carry no information and are left out.
+    """
+    named = tuple(size for size in statistic if size != "1")
+    ways = []
+    for feature in range(len(shape) - 1, -1, -1):
+        rows = [dim for dim in range(len(shape)) if dim != feature and shape[dim] != "1"]
+        if len(rows) != len(named):
+            continue
+        ways += [(feature, axes) for axes in _assign(named, rows, shape)]
+    return ways
+
+
+def _assign(
+    named: tuple[str, ...], rows: list[int], shape: tuple[str, ...]
+) -> Iterator[tuple[int, ...]]:
+    if not named:
+        yield ()
+        return
+    for dim in rows:
+        if _may_equal(shape[dim], named[0]):
+            rest = [other for other in rows if other != dim]
+            for tail in _assign(named[1:], rest, shape):
+                yield (dim, *tail)
+
+
+def _may_equal(size: str, other: str) -> bool:
+    """Equal, or two symbols: Dynamo may name one size twice (T of output and T of LSE)."""
+    return size == other or not (size.isdigit() or other.isdigit())

@@ -1,0 +1,451 @@
+"""Prove that a region merges partial attention results by their log-sum-exp.
+
+The region runs for all ranks in lockstep on small random tensors and is compared with the merge
+in float64 under each hypothesis about its statistics. First every float is computed in float64
+(the algebra must agree to 1e-5), then in the graph's own dtypes (to their precision), with skewed
+LSEs of large magnitude (which show a narrowed LSE) and with empty shards. Only what agrees on
+every trial is a merge.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dcp_inductor.fx.find import Cut, Region, statistic_axes
+from dcp_inductor.fx.layout import Layout, find_layout
+from dcp_inductor.fx.lockstep import READINGS, Lockstep, Unsupported
+from dcp_inductor.fx.nodes import (
+    Symbols,
+    bits_matter,
+    expression,
+    free_symbols,
+    shape_key,
+    size_name,
+    tensor_val,
+)
+
+# Elements of all ranks' partial outputs in one trial; above it a proof would cost seconds.
+_MAX_ELEMENTS = 1 << 26
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What the statistics of a cut may mean.
+
+    ``kind`` "lse": one LSE; "max_sum": row maximum and sum of exponentials; "sum": the weight of
+    the shard itself. ``normalised`` tells whether the partial output was divided by its sum.
+    ``axes`` holds, for each statistic, the partial output's dims that its dims are.
+    """
+
+    kind: str
+    is_base_e: bool
+    normalised: bool
+    swapped: bool
+    feature_dim: int
+    axes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A node whose value is known in terms of the merge."""
+
+    node: Node
+    what: str  # "output" or "lse"
+    layout: Layout
+    lse_scale: float  # factor from an LSE in the statistics' base; 1.0 for outputs
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A merge that agreed on every trial."""
+
+    hypothesis: Hypothesis
+    exits: tuple[Exit, ...]
+    trials: int
+
+
+@dataclass(frozen=True)
+class Refuted:
+    """Why a region is not known to be a merge: a code and a sentence."""
+
+    code: str
+    reason: str
+    trials: int = 0
+
+
+@dataclass(frozen=True)
+class _Trial:
+    seed: int
+    exact: bool
+    skewed: bool = False
+    empty: str = ""  # "", "zero" or "nan": payload of the empty shards
+
+
+@dataclass(frozen=True)
+class _Expected:
+    output: Tensor  # partial output's shape, float64
+    lse: Tensor  # the same without the feature dim, in the statistics' base
+
+
+def prove_merge(
+    region: Region, cut: Cut, world_size: int, rank: int, *, weights: bool = False
+) -> Proof | Refuted:
+    """Find the hypothesis under which the region is a merge, or say why there is none.
+
+    Args:
+        region: all that the cut determines.
+        cut: partial output and statistics.
+        world_size: ranks of the group.
+        rank: this process's rank in it.
+        weights: take the one statistic for the shard's weight instead of its LSE.
+    """
+    if not region.collectives or not region.exits():
+        return Refuted("no_exchange", "the partial results meet no collective of the group")
+    return _Prover(region, cut, world_size, rank, weights).run()
+
+
+class _Prover:
+    def __init__(
+        self, region: Region, cut: Cut, world_size: int, rank: int, weights: bool
+    ) -> None:
+        self.region = region
+        self.weights = weights
+        self.cut = cut
+        self.world_size = world_size
+        self.rank = rank
+        self.trials = 0
+        self.exact = not any(bits_matter(node) for node in region.nodes)
+        nodes = (*region.leaves, *region.nodes)
+        self.symbols = free_symbols(nodes)
+        dtypes = {v.dtype for v in map(tensor_val, nodes) if v is not None}
+        self.eps = max(
+            (torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0
+        )
+        # A multiple of N where a split of a symbolic size must come out even.
+        self.stretch = 1
+
+    def run(self) -> Proof | Refuted:
+        failure = Refuted("not_equivalent", "no hypothesis about base, layout or statistics fits")
+        for hypotheses in self._families():
+            for reading in READINGS:
+                outcome, uses_rank = self._first_trial(hypotheses, reading)
+                if isinstance(outcome, Proof):
+                    return outcome
+                if outcome is not None:
+                    failure = outcome
+                if not uses_rank:
+                    break
+        return Refuted(failure.code, failure.reason, self.trials)
+
+    def _families(self) -> Iterator[list[Hypothesis]]:
+        """Hypotheses that share their trial values, the likelier families first."""
+        shape = shape_key(self._value(self.cut.partial_output).shape)
+        ways = [
+            statistic_axes(shape_key(self._value(s).shape), shape) for s in self.cut.statistics
+        ]
+        kind = "max_sum" if len(ways) == 2 else "sum" if self.weights else "lse"
+        for combination in itertools.product(*ways):
+            if len({feature for feature, _ in combination}) != 1:
+                continue
+            for swapped in (False, True) if kind == "max_sum" else (False,):
+                yield [
+                    Hypothesis(
+                        kind,
+                        is_base_e,
+                        normalised,
+                        swapped,
+                        combination[0][0],
+                        tuple(axes for _, axes in combination),
+                    )
+                    for is_base_e in ((True,) if kind == "sum" else (True, False))
+                    for normalised in ((True,) if kind == "lse" else (True, False))
+                ]
+
+    def _first_trial(
+        self, hypotheses: list[Hypothesis], reading: str
+    ) -> tuple[Proof | Refuted | None, bool]:
+        trial = _Trial(seed=1, exact=self.exact)
+        ran = self._run(trial, hypotheses[0], reading)
+        if isinstance(ran, Refuted):
+            return ran, False
+        values, data, uses_rank = ran
+        refuted: Refuted | None = None
+        for hypothesis in hypotheses:
+            expected = data.expected(hypothesis)
+            exits = self._solve(values, expected, self._equal(trial), hypothesis)
+            if exits is None:
+                continue
+            refuted = self._confirm(hypothesis, exits, reading)
+            if refuted is None:
+                return Proof(hypothesis, tuple(exits), self.trials), uses_rank
+        return refuted, uses_rank
+
+    def _confirm(
+        self, hypothesis: Hypothesis, exits: Sequence[Exit], reading: str
+    ) -> Refuted | None:
+        """Repeat on other data; the first disagreement refutes."""
+        trials = [_Trial(seed=2, exact=self.exact), _Trial(3, self.exact, skewed=True)]
+        if self.exact:
+            trials += [_Trial(4, False), _Trial(5, False, skewed=True)]
+        trials += [_Trial(6, self.exact, empty="zero"), _Trial(7, self.exact, empty="nan")]
+        for trial in trials:
+            ran = self._run(trial, hypothesis, reading)
+            if isinstance(ran, Refuted):
+                return ran
+            values, data, _ = ran
+            expected = data.expected(hypothesis)
+            for found in exits:
+                whole = expected.output if found.what == "output" else expected.lse
+                value = values[found.node].double()
+                wanted = found.layout.apply(
+                    whole * found.lse_scale, value.shape, self.world_size, self.rank
+                )
+                if wanted is None:
+                    return Refuted("layout", "the result's layout changes with its size")
+                problem = self._differs(value, wanted, trial)
+                if problem:
+                    return Refuted(*problem)
+        return None
+
+    def _differs(
+        self, value: Tensor, wanted: Tensor, trial: _Trial
+    ) -> tuple[str, str] | None:
+        if trial.empty:
+            # Where the graph gives NaN for an empty shard, the op's finite result is an answer.
+            known = ~value.isnan()
+            same = (value == wanted) | self._close(value, wanted, trial)
+            if bool((known & ~same).any()):
+                return "empty_shards", "rows with empty shards come out differently"
+            return None
+        finite = value.isfinite()
+        if not bool(finite.all()):
+            if not trial.skewed or trial.exact:
+                return "not_finite", "the result is not finite on ordinary data"
+            value, wanted = value[finite], wanted[finite]
+        if not self._equal(trial)(value, wanted):
+            if trial.skewed:
+                return "precision", "an LSE of large magnitude loses precision on the way"
+            return "not_equivalent", "results differ from the merge"
+        return None
+
+    def _run(
+        self, trial: _Trial, hypothesis: Hypothesis, reading: str
+    ) -> tuple[dict[Node, Tensor], _Data, bool] | Refuted:
+        """One lockstep run; stretches symbolic sizes to multiples of N where it must."""
+        while True:
+            self.trials += 1
+            try:
+                symbols = self._numbers(trial, hypothesis)
+                shape = symbols.shape(self._value(self.cut.partial_output))
+                if math.prod(shape) * self.world_size > _MAX_ELEMENTS:
+                    return Refuted("too_large", f"a trial of shape {shape} would take too long")
+                data = _Data(self.cut, hypothesis, trial, symbols, self.world_size)
+                run = Lockstep(
+                    self.region.nodes,
+                    data.leaves,
+                    world_size=self.world_size,
+                    rank=self.rank,
+                    symbols=symbols,
+                    exact=trial.exact,
+                    reading=reading,
+                )
+                values = run.run()
+                return values, data, run.read_own_rank
+            except (Unsupported, ValueError) as error:
+                if self.symbols and self.stretch == 1:
+                    self.stretch = self.world_size
+                    continue
+                return Refuted("not_runnable", f"the region does not run on a trial: {error}")
+
+    def _size(self, draw: int) -> int:
+        if self.stretch > 1:
+            return self.stretch * (1 + draw % 3)
+        return _PRIMES[draw % len(_PRIMES)]
+
+    def _numbers(self, trial: _Trial, hypothesis: Hypothesis) -> Symbols:
+        """A prime for each symbol; the same one where a statistic's dim is an output's dim."""
+        symbols = Symbols(
+            {
+                symbol: self._size(i + trial.seed) for i, symbol in enumerate(self.symbols)
+            }
+        )
+        output = self._value(self.cut.partial_output)
+        for node, axes in zip(self.cut.statistics, hypothesis.axes, strict=True):
+            sizes = [size for size in self._value(node).shape if size_name(size) != "1"]
+            for size, axis in zip(sizes, axes, strict=True):
+                symbol = expression(size)
+                if isinstance(symbol, sympy.Symbol):
+                    symbols[symbol] = symbols.number(output.shape[axis])
+        return symbols
+
+    def _solve(
+        self,
+        values: dict[Node, Tensor],
+        expected: _Expected,
+        equal: Callable[[Tensor, Tensor], bool],
+        hypothesis: Hypothesis,
+    ) -> list[Exit] | None:
+        """Name every exit of the region, or its inputs, in terms of the merge."""
+        named: dict[Node, Exit | None] = {}
+        found: dict[Node, Exit] = {}
+        stack = self.region.exits()
+        seen: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            named[node] = self._name(node, values.get(node), expected, equal, hypothesis)
+            match = named[node]
+            if match is not None:
+                found[node] = match
+                continue
+            if any(collective.node is node for collective in self.region.collectives):
+                return None
+            stack += [s for s in node.all_input_nodes if s in self.region.exchanged]
+        if not any(match.what == "output" for match in found.values()):
+            return None
+        return list(found.values())
+
+    def _name(
+        self,
+        node: Node,
+        value: object,
+        expected: _Expected,
+        equal: Callable[[Tensor, Tensor], bool],
+        hypothesis: Hypothesis,
+    ) -> Exit | None:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return None
+        if any(collective.node is node for collective in self.region.collectives):
+            return None  # not waited for yet
+        value = value.double()
+        if not bool(value.isfinite().all()):
+            return None
+        layout = find_layout(value, expected.output, self.world_size, self.rank, equal)
+        if layout is not None and layout.dim != hypothesis.feature_dim:
+            return Exit(node, "output", layout, 1.0)
+        for scale in (1.0, math.log(2.0) if not hypothesis.is_base_e else 1 / math.log(2.0)):
+            layout = find_layout(
+                value, expected.lse * scale, self.world_size, self.rank, equal
+            )
+            if layout is not None:
+                return Exit(node, "lse", layout, scale)
+        return None
+
+    def _equal(self, trial: _Trial) -> Callable[[Tensor, Tensor], bool]:
+        most, typical = (1e-5, 2e-6) if trial.exact else (32 * self.eps, 4 * self.eps)
+
+        def equal(value: Tensor, wanted: Tensor) -> bool:
+            if value.numel() == 0:
+                return True
+            difference = (value - wanted).abs()
+            scale = wanted.abs().max().clamp(min=1.0)
+            return bool(difference.max() <= most * scale) and bool(
+                difference.square().mean().sqrt() <= typical * scale
+            )
+
+        return equal
+
+    def _close(self, value: Tensor, wanted: Tensor, trial: _Trial) -> Tensor:
+        most = 1e-5 if trial.exact else 32 * self.eps
+        return (value - wanted).abs() <= most * wanted.abs().clamp(min=1.0)
+
+    @staticmethod
+    def _value(node: Node) -> Tensor:
+        value = tensor_val(node)
+        assert value is not None
+        return value
+
+
+class _Data:
+    """Random partial results of all ranks, in the graph's dtypes and shapes."""
+
+    def __init__(
+        self, cut: Cut, hypothesis: Hypothesis, trial: _Trial, symbols: Symbols, world_size: int
+    ) -> None:
+        generator = torch.Generator("cpu").manual_seed(trial.seed)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+
+        output_value = tensor_val(cut.partial_output)
+        assert output_value is not None
+        shape = symbols.shape(output_value)
+        feature = hypothesis.feature_dim
+        rows = [size for dim, size in enumerate(shape) if dim != feature]
+        output = normal(world_size, *shape)
+        level = normal(world_size, *rows) * (2.0 if trial.skewed else 3.0)
+        if trial.skewed:
+            level = level + (torch.rand(rows, generator=generator, device="cpu") - 0.5).double() * 140
+        empty = torch.zeros(world_size, *rows, dtype=torch.bool, device="cpu")
+        if trial.empty:
+            empty = torch.rand(world_size, *rows, generator=generator, device="cpu") < 0.5
+            level = level.masked_fill(empty, -math.inf)
+            payload = 0.0 if trial.empty == "zero" else math.nan
+            output = output.masked_fill(empty.unsqueeze(feature + 1), payload)
+        weight = torch.rand(world_size, *rows, generator=generator, device="cpu").double() + 0.5
+        weight = weight.masked_fill(empty, 0.0)
+        statistics = {
+            "lse": [level],
+            "sum": [weight],
+            "max_sum": [weight, level] if hypothesis.swapped else [level, weight],
+        }[hypothesis.kind]
+
+        self.leaves: dict[Node, list[Tensor]] = {}
+        self._output = self._add(cut.partial_output, output, shape)
+        self._statistics = [
+            self._add_statistic(node, value, axes, feature, symbols)
+            for node, value, axes in zip(
+                cut.statistics, statistics, hypothesis.axes, strict=True
+            )
+        ]
+        self._feature = feature
+
+    def _add(self, node: Node, value: Tensor, shape: Sequence[int]) -> Tensor:
+        """Round to the leaf's dtype, remember, and return what was rounded, in float64."""
+        fake = tensor_val(node)
+        assert fake is not None
+        rounded = value.to(fake.dtype)
+        self.leaves[node] = [v.reshape(tuple(shape)).contiguous() for v in rounded]
+        return rounded.double()
+
+    def _add_statistic(
+        self, node: Node, value: Tensor, axes: Sequence[int], feature: int, symbols: Symbols
+    ) -> Tensor:
+        fake = tensor_val(node)
+        assert fake is not None
+        dims = [axis if axis < feature else axis - 1 for axis in axes]
+        rest = [dim for dim in range(value.dim() - 1) if dim not in dims]
+        order = [0, *(dim + 1 for dim in (*rest, *dims))]
+        turned = self._add(node, value.permute(order), symbols.shape(fake))
+        back = [order.index(dim) for dim in range(value.dim())]
+        return turned.permute(back)
+
+    def expected(self, hypothesis: Hypothesis) -> _Expected:
+        """The merge of the data under a hypothesis."""
+        factor = 1.0 if hypothesis.is_base_e else math.log(2.0)
+        output = self._output
+        if hypothesis.kind == "lse":
+            level = self._statistics[0] * factor
+        elif hypothesis.kind == "sum":
+            level = self._statistics[0].log()
+        else:
+            top, total = self._statistics[:: -1 if hypothesis.swapped else 1]
+            level = top * factor + total.log()
+        if not hypothesis.normalised:
+            total = self._statistics[0 if hypothesis.swapped or hypothesis.kind == "sum" else 1]
+            output = output / total.unsqueeze(self._feature + 1)
+        lse = torch.logsumexp(level, 0)
+        weight = (level - lse).exp().nan_to_num(0.0).unsqueeze(self._feature + 1)
+        merged = torch.where(weight == 0, 0.0, weight * output).sum(0)
+        return _Expected(merged, lse / factor)

@@ -1,0 +1,227 @@
+"""Drive find and prove over a whole graph: every candidate site, proven or refused."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from dcp_inductor import groups
+from dcp_inductor.fx.collectives import Collective
+from dcp_inductor.fx.find import Cut, GraphIndex, Region, cuts, is_minimal
+from dcp_inductor.fx.gathers import gather_sources, prove_gather
+from dcp_inductor.fx.nodes import size_name, tensor_val
+from dcp_inductor.fx.prove import Exit, Proof, Refuted, prove_merge
+from dcp_inductor.fx.site import GatherExit, GatherSite, Group, MergeSite, Reject
+from dcp_inductor.fx.structure import Memo, fingerprint, site_key
+
+_aten = torch.ops.aten
+# Weights by LSE need one of these; without any, a region is not even a near miss.
+_EXPONENTIALS = {
+    _aten.exp.default,
+    _aten.exp2.default,
+    _aten.pow.Scalar,
+    _aten.sigmoid.default,
+    _aten._softmax.default,
+    _aten.softmax.int,
+    _aten.logsumexp.default,
+    _aten.log1p.default,
+}
+# How much a refutation tells, least first.
+_INFORMATIVE = (
+    "no_exchange",
+    "not_runnable",
+    "too_large",
+    "not_equivalent",
+    "layout",
+    "not_finite",
+    "empty_shards",
+    "precision",
+    "foreign_rank",
+)
+_proofs = Memo()
+
+
+@dataclass
+class Candidate:
+    """A site, or the reason why what looked like one is none."""
+
+    kind: str
+    group_name: str
+    origin: Node
+    key: str
+    site: MergeSite | GatherSite | None
+    reject: Reject | None
+    trials: int = 0
+    proof_ms: float = 0.0
+    foreign_rank: int | None = None
+
+
+def find_merges(graph: Graph) -> list[Candidate]:
+    """Proven merges and near misses of the graph, in graph order of their collectives."""
+    index = GraphIndex(graph)
+    claimed: set[Node] = set()
+    tried: dict[str, set[Node]] = {}
+    found: list[Candidate] = []
+    for collective in index.collectives:
+        group = _group(collective)
+        if collective.node in claimed or group is None or group.world_size < 2:
+            continue
+        seen = tried.setdefault(group.name, set())
+        candidate = _merge_from(index, collective, group, seen, claimed)
+        if candidate is not None:
+            found.append(candidate)
+    return found
+
+
+def _merge_from(
+    index: GraphIndex,
+    collective: Collective,
+    group: Group,
+    tried: set[Node],
+    claimed: set[Node],
+) -> Candidate | None:
+    start = time.perf_counter()
+    regions: list[tuple[Cut, Region]] = []
+    for cut in cuts(index, collective, tried):
+        region = index.region(cut.leaves, group.name)
+        if region.collectives and is_minimal(index, region):
+            regions.append((cut, region))
+    worst: tuple[int, Refuted, Cut, Region] | None = None
+    trials = 0
+    for weights in (False, True):
+        for cut, region in regions:
+            if weights and len(cut.statistics) == 2:
+                continue
+            if any(c.node in claimed for c in region.collectives):
+                continue
+            outcome, cached = _prove(region, cut, group, weights)
+            trials += 0 if cached else outcome.trials
+            if isinstance(outcome, Proof):
+                site = MergeSite(
+                    group, cut, region, outcome, _key("combine", cut, region, group)
+                )
+                site.from_memo = cached
+                claimed.update(c.node for c in region.collectives)
+                elapsed = (time.perf_counter() - start) * 1e3
+                return Candidate(
+                    "combine", group.name, site.origin, site.key, site, None, trials, elapsed
+                )
+            rank = _INFORMATIVE.index(outcome.code)
+            if worst is None or rank > worst[0]:
+                worst = (rank, outcome, cut, region)
+    if worst is None or not any(n.target in _EXPONENTIALS for n in worst[3].nodes):
+        return None
+    _, outcome, cut, region = worst
+    claimed.update(c.node for c in region.collectives)
+    elapsed = (time.perf_counter() - start) * 1e3
+    origin = region.exits()[0] if region.exits() else collective.node
+    return Candidate(
+        "combine",
+        group.name,
+        origin,
+        _key("combine", cut, region, group),
+        None,
+        Reject(outcome.code, outcome.reason),
+        trials,
+        elapsed,
+    )
+
+
+def _prove(
+    region: Region, cut: Cut, group: Group, weights: bool
+) -> tuple[Proof | Refuted, bool]:
+    """The proof of a region, from memory where an equal region was proven before."""
+    key = ("merge", weights, group.world_size, group.rank, fingerprint(region))
+    nodes = (*region.leaves, *region.nodes)
+    number = {node: i for i, node in enumerate(nodes)}
+
+    def make() -> Proof | Refuted:
+        outcome = prove_merge(region, cut, group.world_size, group.rank, weights=weights)
+        if isinstance(outcome, Refuted):
+            return outcome
+        exits = [(number[e.node], e.what, e.layout, e.lse_scale) for e in outcome.exits]
+        return Proof(outcome.hypothesis, tuple(exits), outcome.trials)  # type: ignore[arg-type]
+
+    stored, cached = _proofs.get(key, make)
+    if isinstance(stored, Refuted):
+        return stored, cached
+    exits = tuple(
+        Exit(nodes[i], what, layout, scale)
+        for i, what, layout, scale in stored.exits  # type: ignore[misc]
+    )
+    return Proof(stored.hypothesis, exits, stored.trials), cached
+
+
+def find_gathers(graph: Graph) -> list[Candidate]:
+    """Proven gathers of the graph, in graph order."""
+    index = GraphIndex(graph)
+    found: list[Candidate] = []
+    for collective in index.collectives:
+        group = _group(collective)
+        if group is None or group.world_size < 2:
+            continue
+        claimed: set[Node] = set()
+        for source in gather_sources(index, collective):
+            if source in claimed:
+                continue
+            candidate = _gather_from(index, source, collective, group)
+            if candidate is not None:
+                found.append(candidate)
+                if not collective.coalesced:
+                    break
+                claimed.add(source)
+    return found
+
+
+def _gather_from(
+    index: GraphIndex, source: Node, collective: Collective, group: Group
+) -> Candidate | None:
+    start = time.perf_counter()
+    region = index.region((source,), group.name)
+    if not any(c.node is collective.node for c in region.collectives):
+        return None
+    if len(region.collectives) > 1:
+        return None
+    nodes = (source, *region.nodes)
+    number = {node: i for i, node in enumerate(nodes)}
+
+    def make() -> object:
+        outcome = prove_gather(region, source, group.world_size, group.rank)
+        if isinstance(outcome, Refuted):
+            return outcome
+        return [(number[e.node], e.layout) for e in outcome[0]], outcome[1]
+
+    key = ("gather", group.world_size, group.rank, fingerprint(region))
+    stored, cached = _proofs.get(key, make)
+    if isinstance(stored, Refuted):
+        return None
+    exits = tuple(GatherExit(nodes[i], layout) for i, layout in stored[0])
+    elapsed = (time.perf_counter() - start) * 1e3
+    value = tensor_val(source)
+    assert value is not None
+    site = GatherSite(group, source, region, exits, "", 0 if cached else stored[1], elapsed, cached)
+    site.key = site_key(
+        site.kind, region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
+    )
+    return Candidate(
+        site.kind, group.name, site.origin, site.key, site, None, site.trials, elapsed
+    )
+
+
+def _key(kind: str, cut: Cut, region: Region, group: Group) -> str:
+    value = tensor_val(cut.partial_output)
+    assert value is not None
+    return site_key(
+        kind, region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
+    )
+
+
+def _group(collective: Collective) -> Group | None:
+    try:
+        group = groups.resolve(collective.group_name)
+    except ValueError:
+        return None
+    return Group(collective.group_name, group.size(), group.rank())

@@ -1,0 +1,108 @@
+"""What the pass knows about one site: where it is, what it is, and why it is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from dcp_inductor.fx.find import Cut, Region
+from dcp_inductor.fx.layout import Layout
+from dcp_inductor.fx.nodes import source_line
+from dcp_inductor.fx.prove import Proof
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A refusal: a code that is counted and a sentence for the user."""
+
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The process group of a site, as this process sees it."""
+
+    name: str
+    world_size: int
+    rank: int
+
+
+@dataclass
+class MergeSite:
+    """A proven merge of partial attention results."""
+
+    group: Group
+    cut: Cut
+    region: Region
+    proof: Proof
+    key: str
+    proof_ms: float = 0.0
+    from_memo: bool = False
+    kind: str = field(default="combine", init=False)
+
+    @property
+    def origin(self) -> Node:
+        return self.proof.exits[0].node
+
+    def rename(self, moved: Mapping[Node, Node]) -> None:
+        """Follow inputs that an earlier rewrite of the same graph replaced."""
+        self.cut = Cut(
+            moved.get(self.cut.partial_output, self.cut.partial_output),
+            tuple(moved.get(node, node) for node in self.cut.statistics),
+        )
+
+    @property
+    def name(self) -> str:
+        return site_name(self.origin, self.key)
+
+
+@dataclass(frozen=True)
+class GatherExit:
+    """A node that holds all ranks' data: ``layout`` of the stack [N, *source.shape]."""
+
+    node: Node
+    layout: Layout
+
+
+@dataclass
+class GatherSite:
+    """A proven gather of one tensor over the ranks of a group."""
+
+    group: Group
+    source: Node  # this rank's tensor
+    region: Region
+    exits: tuple[GatherExit, ...]
+    key: str
+    trials: int = 0
+    proof_ms: float = 0.0
+    from_memo: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Rows stack on the first dim of a KV gather; a query gather joins heads behind it."""
+        return "kv_gather" if self.exits[0].layout.order[:1] == (0,) else "query_gather"
+
+    @property
+    def origin(self) -> Node:
+        return self.exits[0].node
+
+    def rename(self, moved: Mapping[Node, Node]) -> None:
+        """Follow an input that an earlier rewrite of the same graph replaced."""
+        self.source = moved.get(self.source, self.source)
+
+    @property
+    def name(self) -> str:
+        return site_name(self.origin, self.key)
+
+
+def site_name(origin: Node, key: str) -> str:
+    """A name for messages, equal on all ranks: ``file.py:line#key``, or the key alone."""
+    line = source_line(origin)
+    if not line:
+        return key
+    location = line.split(" ", 1)[0]
+    return f"{os.path.basename(location)}#{key}"

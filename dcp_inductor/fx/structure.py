@@ -1,0 +1,125 @@
+"""The structure of a region as a value: what two regions share when one proof serves both."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from dcp_inductor.fx.collectives import as_collective, is_wait
+from dcp_inductor.fx.find import Region
+from dcp_inductor.fx.lockstep import constant_of
+from dcp_inductor.fx.nodes import is_number, is_view_like, tensor_val
+
+_aten = torch.ops.aten
+# Ops that move elements without computing: T = 1 and T > 1 differ in these alone.
+_MOVERS = {
+    operator.getitem,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+    _aten.cat.default,
+    _aten.stack.default,
+    _aten.expand.default,
+    _aten.copy.default,
+    _aten.empty.memory_format,
+    torch.ops.prims.convert_element_type.default,
+    _aten._to_copy.default,
+}
+
+
+def fingerprint(region: Region) -> tuple[Any, ...]:
+    """A hashable value, equal for regions that differ only in names of nodes and symbols."""
+    number: dict[Node, int] = {}
+    symbols: dict[sympy.Symbol, str] = {}
+
+    def size(value: Any) -> Any:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            expr = value.node.expr
+            for symbol in sorted(expr.free_symbols, key=str):
+                symbols.setdefault(symbol, f"s{len(symbols)}")
+            return str(expr.xreplace({s: sympy.Symbol(n) for s, n in symbols.items()}))
+        return value
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, Node):
+            if value in number:
+                return ("node", number[value])
+            return ("size", size(value.meta.get("val"))) if is_number(value) else "outside"
+        if isinstance(value, (list, tuple)):
+            return tuple(argument(item) for item in value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return ("size", size(value))
+        if isinstance(value, float):
+            return ("float", repr(value))  # NaN equals itself here
+        if isinstance(value, (int, str, bool, type(None))):
+            return (type(value).__name__, value)
+        return str(value)
+
+    rows: list[Any] = []
+    for node in (*region.leaves, *region.nodes):
+        number[node] = len(number)
+        if node in region.leaves:
+            value = tensor_val(node)
+            assert value is not None
+            rows.append((str(value.dtype), tuple(size(s) for s in value.shape)))
+        elif node.op == "get_attr":
+            rows.append(("constant", _digest(node)))
+        else:
+            keywords = tuple((k, argument(v)) for k, v in sorted(node.kwargs.items()))
+            rows.append((str(node.target), argument(node.args), keywords))
+    exits = tuple(number[node] for node in region.exits())
+    return (tuple(rows), exits)
+
+
+def _digest(node: Node) -> str:
+    value = constant_of(node).contiguous()
+    data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(data).hexdigest()}"
+
+
+def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) -> str:
+    """A short name of a site's structure, free of T and of rank constants.
+
+    Ranks that compiled the same site at different T, or whose graphs differ in own-rank
+    constants, arrive at the same key, so that they find each other's votes.
+    """
+    parts: list[str] = [kind, str(world_size), str(feature)]
+    steps = []
+    for node in nodes:
+        collective = as_collective(node)
+        if collective is not None:
+            steps.append(f"{collective.kind} {collective.reduce_op}")
+        elif (
+            node.op == "call_function"
+            and node.target not in _MOVERS
+            and not is_view_like(node)
+            and not is_wait(node)
+            and not is_number(node)
+        ):
+            steps.append(str(node.target))
+    parts += sorted(steps)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:10]
+
+
+class Memo:
+    """Results by structure, the oldest dropped when full."""
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._capacity = capacity
+        self._entries: dict[Any, Any] = {}
+
+    def get(self, key: Any, make: Callable[[], Any]) -> tuple[Any, bool]:
+        """The entry of the key, made if missing, and whether it was there."""
+        if key in self._entries:
+            return self._entries[key], True
+        if len(self._entries) >= self._capacity:
+            self._entries.pop(next(iter(self._entries)))
+        self._entries[key] = make()
+        return self._entries[key], False

@@ -1,0 +1,82 @@
+"""Turn a decided candidate into a row of the report."""
+
+from __future__ import annotations
+
+from dcp_inductor import config
+from dcp_inductor.fx.nodes import size_name, source_line, tensor_val
+from dcp_inductor.fx.report import SiteReport
+from dcp_inductor.fx.rewrite import plan_merge
+from dcp_inductor.fx.search import Candidate
+from dcp_inductor.fx.site import GatherSite, MergeSite, Reject, site_name
+
+_OPS = {
+    "combine": "a2a_lse_reduce",
+    "query_gather": "q_gather",
+    "kv_gather": "kv_gather",
+}
+
+
+def describe(candidate: Candidate, reject: Reject | None) -> SiteReport:
+    """The candidate's row; ``reject`` None means that it was rewritten."""
+    site = candidate.site
+    return SiteReport(
+        site=site_name(candidate.origin, candidate.key),
+        kind=candidate.kind,
+        group_name=candidate.group_name,
+        world_size=site.group.world_size if site else 0,
+        source=source_line(candidate.origin),
+        family=_family(site),
+        trials=candidate.trials,
+        proof_ms=candidate.proof_ms,
+        decision="rejected" if reject else "rewritten",
+        code=reject.code if reject else "",
+        reason=reject.reason if reject else "",
+        op="" if reject else _OPS[candidate.kind],
+        result="" if reject else _result(site),
+        workspace_bytes=0 if reject else _workspace_bytes(site),
+    )
+
+
+def _family(site: MergeSite | GatherSite | None) -> str:
+    if site is None:
+        return "merge by log-sum-exp?"
+    steps: list[str] = []
+    for collective in site.region.collectives:
+        step = collective.kind
+        if collective.kind == "all_reduce":
+            step = f"all_reduce {collective.reduce_op}"
+        if step not in steps:
+            steps.append(step)
+    text = " + ".join(steps)
+    if isinstance(site, MergeSite):
+        hypothesis = site.proof.hypothesis
+        text += f", {hypothesis.kind}, base {'e' if hypothesis.is_base_e else '2'}"
+    return text
+
+
+def _result(site: MergeSite | GatherSite | None) -> str:
+    if not isinstance(site, MergeSite):
+        return "all ranks' rows" if site and site.kind == "kv_gather" else "all heads"
+    names = {
+        "heads": "own heads", "tokens": "own tokens", "none": "all heads",
+    }
+    text = names[plan_merge(site).scatter]
+    if any(e.what == "lse" for e in site.proof.exits):
+        text += " and LSE"
+    return text
+
+
+def _workspace_bytes(site: MergeSite | GatherSite | None) -> int:
+    """Payload of two slots of ``max_tokens`` rows; headers and alignment are not counted."""
+    if site is None:
+        return 0
+    source = site.cut.partial_output if isinstance(site, MergeSite) else site.source
+    value = tensor_val(source)
+    assert value is not None
+    row = value.dtype.itemsize
+    for size in value.shape[1:]:
+        row *= int(size_name(size)) if size_name(size).isdigit() else 1
+    if isinstance(site, MergeSite):
+        for size in value.shape[1:-1]:
+            row += 4 * (int(size_name(size)) if size_name(size).isdigit() else 1)
+    return 2 * config.max_tokens * row
