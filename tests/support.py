@@ -1,0 +1,160 @@
+"""Shared helpers of the tests: worlds of real processes, kept alive between tests.
+
+A worker imports torch once and then runs one function after another, so that a test costs
+what it does and not what a process start costs. The parent is the watchdog: a world that
+does not answer in time is killed and the test fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WATCHDOG_S = 60.0
+# After one rank has failed the others may hang in what they were doing with it.
+_GRACE_S = 10.0
+
+_worlds: dict[int, World] = {}
+
+
+class HangError(AssertionError):
+    """Ranks that did not answer before the watchdog's limit."""
+
+
+class World:
+    """``size`` processes with a gloo group, each waiting for functions to run."""
+
+    def __init__(self, size: int, environment: dict[str, str] | None = None) -> None:
+        self.size = size
+        self._directory = tempfile.TemporaryDirectory(prefix="dcp-test-")
+        rendezvous = str(Path(self._directory.name) / "store")
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self.processes = []
+        changed = dict(environment or {}, OMP_NUM_THREADS="1")
+        saved = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_work, args=(rank, size, rendezvous, theirs), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self.processes.append(process)
+        finally:
+            for name, value in saved.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, limit_s: float = WATCHDOG_S
+    ) -> list[Any]:
+        """``function(rank, world_size, *args)`` on every rank; results by rank.
+
+        Raises:
+            HangError: some rank did not answer within ``limit_s``.
+            AssertionError: some rank raised; has every traceback.
+        """
+        outcomes = self.outcomes(function, *args, limit_s=limit_s)
+        failures = [
+            f"rank {rank}:\n{value}"
+            for rank, (ok, value) in enumerate(outcomes)
+            if not ok
+        ]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in outcomes]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        limit_s: float = WATCHDOG_S,
+        may_die: tuple[int, ...] = (),
+    ) -> list[tuple[bool, Any]]:
+        """Per rank, True and the result, or False and the traceback."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + limit_s
+        while len(answers) < self.size:
+            pending = [p for r, p in enumerate(self._pipes) if r not in answers]
+            ready = wait(pending, timeout=max(deadline - time.monotonic(), 0))
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = (False, "the process ended")
+                if not answers[rank][0] and rank not in may_die:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if not ready:
+                missing = sorted(set(range(self.size)) - set(answers))
+                told = "\n".join(str(v) for ok, v in answers.values() if not ok)
+                self.close()
+                raise HangError(f"no answer from ranks {missing}\n{told}")
+        return [answers[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes, at once."""
+        _worlds.pop(self.size, None)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._directory.cleanup()
+
+
+def world(size: int) -> World:
+    """The shared world of ``size`` ranks; made anew after a test that broke it."""
+    if size not in _worlds:
+        _worlds[size] = World(size)
+    return _worlds[size]
+
+
+@atexit.register
+def _close_all() -> None:
+    for each in list(_worlds.values()):
+        each.close()
+
+
+def group_name() -> str:
+    """Name of the world's group, within a worker."""
+    return dist.group.WORLD.group_name
+
+
+def _work(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    store = dist.FileStore(rendezvous, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            outcome = (True, function(rank, size, *args))
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        pipe.send(outcome)
