@@ -1,8 +1,8 @@
-"""Sources and flags of the compiled library, for the wheel and for a build at first use.
+"""Sources and flags of the compiled library, for wheels and first-use builds.
 
-setuptools takes ``BuildExt`` from here (pyproject.toml); ``dcp_inductor/extension.py`` loads this
-file by its path in a source checkout and compiles with the same flags. CUDA sources join in where
-nvcc is found and torch was built with CUDA.
+setuptools takes ``BuildExt`` from here (pyproject.toml); ``dcp_inductor/extension.py``
+loads this file by its path in a source checkout and compiles with the same flags. CUDA
+sources join in where nvcc is found and torch was built with CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 CSRC = Path(__file__).resolve().parent
 
-# The oldest torch whose stable ABI is used; the binary runs on that one and on all later ones.
+# The oldest torch whose stable ABI is used; the binary runs on that one and on all
+# later ones.
 TORCH_TARGET_VERSION = "0x020b000000000000ULL"
 
 # No -march: the hot loops pick their instruction set when the library is first used.
@@ -35,7 +36,7 @@ def cpu_sources() -> list[Path]:
 
 
 def source_digest() -> str:
-    """Sixteen hex digits of the contents of everything that is compiled, and of this file."""
+    """Sixteen hex digits of the contents of all that is compiled, and this file."""
     digest = hashlib.sha256()
     files = [Path(__file__), *CSRC.glob("cpu/*.cpp"), *CSRC.glob("cpu/*.h")]
     for path in sorted(files, key=lambda path: path.name):
@@ -78,7 +79,7 @@ def _build_ext() -> Any:
     from setuptools.command.build_ext import build_ext
 
     class BuildExt(build_ext):  # type: ignore[misc]
-        """Fills in what the extension in pyproject.toml leaves to the installed torch."""
+        """Fills in what pyproject.toml leaves to the installed torch."""
 
         def build_extension(self, ext: Any) -> None:
             include, lib = torch_paths()
@@ -95,7 +96,8 @@ def _build_ext() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # setuptools is imported only when it asks for its hook: a build at first use has no need of it.
+    # setuptools is imported only when it asks for its hook: a build at first use has no
+    # need of it.
     if name == "BuildExt":
         return _build_ext()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

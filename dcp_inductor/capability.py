@@ -1,4 +1,4 @@
-"""What the direct ops can serve, as facts that are equal on every rank that runs the same graph.
+"""What the direct ops can serve: facts that are equal on all ranks.
 
 Nothing here looks at the rank, communicates, or touches a device.
 """
@@ -31,7 +31,9 @@ def combine_refusal(
     if output_dtype not in PAYLOAD_DTYPES:
         return Refusal("dtype", f"expected output_dtype of {names}, got {output_dtype}")
     if lse_dtype not in LSE_DTYPES:
-        return Refusal("dtype", f"expected partial_lse of at least 16 bits, got {lse_dtype}")
+        return Refusal(
+            "dtype", f"expected partial_lse of at least 16 bits, got {lse_dtype}"
+        )
     return None
 
 

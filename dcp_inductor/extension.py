@@ -1,9 +1,9 @@
-"""Finds the compiled library and loads it: the one in the package, or one built at first use.
+"""Finds the compiled library, or builds it at first use, and loads it.
 
-A wheel carries ``_C``; a source checkout may have one that is older than its sources, which is
-passed over. Building happens in a source checkout only, into a cache of the user, behind a lock that
-dies with its holder, and never at import. Nothing here raises: a missing library is a reason
-for the reference path.
+A wheel carries ``_C``; a source checkout may have one that is older than its sources,
+which is passed over. Building happens in a source checkout only, into a cache of the
+user, behind a lock that dies with its holder, and never at import. Nothing here raises:
+a missing library is a reason for the reference path.
 """
 
 from __future__ import annotations
@@ -40,19 +40,23 @@ _outcome: str | None = None
 
 
 def load_extension() -> str:
-    """Load the library once per process; returns why there is none, or an empty string."""
+    """Load the library, once per process; returns why there is none, or ''."""
     global _outcome
     with _lock:
         if _outcome is None:
             _outcome = _load()
             if _outcome:
-                log.warning("no compiled library, using the collectives instead: %s", _outcome)
+                log.warning(
+                    "no compiled library, using the collectives instead: %s", _outcome
+                )
         return _outcome
 
 
 def has_kernel(op: str, dispatch_key: str = "CPU") -> bool:
-    """Whether a compiled implementation of ``dcp_inductor::op`` is loaded for a device type."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"dcp_inductor::{op}", dispatch_key)
+    """Whether an implementation of ``dcp_inductor::op`` is there for a device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"dcp_inductor::{op}", dispatch_key
+    )
 
 
 def _load() -> str:
@@ -69,7 +73,10 @@ def _load() -> str:
             return ""
         reasons.append(reason)
     if build is None:
-        return "; ".join(reasons) or f"{PACKAGE} holds no compiled library; install a wheel"
+        return (
+            "; ".join(reasons)
+            or f"{PACKAGE} holds no compiled library; install a wheel"
+        )
     try:
         path = _built(build)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -89,7 +96,8 @@ def _check_protocol() -> str:
     loaded = launch_ops.shm_protocol()
     if loaded != launch_ops.PROTOCOL:
         return (
-            f"expected a compiled library of protocol {launch_ops.PROTOCOL}, got {loaded}; "
+            f"expected a compiled library of protocol {launch_ops.PROTOCOL}, got "
+            f"{loaded}; "
             "reinstall the package"
         )
     return ""
@@ -132,7 +140,7 @@ def _cache_directory() -> Path:
 
 
 def _built(build: ModuleType) -> Path:
-    """Path of the library built from the checkout's sources; builds it where it is missing."""
+    """Path of the library of the checkout's sources, which is built at need."""
     compiler = build.find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler found; install one, for example g++")
@@ -153,7 +161,9 @@ def _built(build: ModuleType) -> Path:
         while not path.exists():
             if not _try_lock(lock.fileno()):
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"another process has been building {path} too long")
+                    raise RuntimeError(
+                        f"another process has been building {path} too long"
+                    )
                 time.sleep(0.05)
             elif not path.exists():
                 _compile(build, compiler, path, deadline - time.monotonic())

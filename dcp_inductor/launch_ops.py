@@ -1,9 +1,9 @@
-"""The private launch ops of the CPU runtime: schemas here, implementations in ``csrc/cpu``.
+"""The private launch ops of the CPU runtime, implemented in ``csrc/cpu``.
 
-Called by ``runtime`` only and never inserted in a graph: besides the outputs that the schemas mark,
-they write shared memory through the addresses in ``table``. ``table`` and ``signature`` are laid
-out by ``runtime/layout.py``. A launch returns a status: done, pending (a peer has not arrived
-yet: call again with ``resume``), or mismatch.
+Called by ``runtime`` only and never inserted in a graph: besides the outputs that the
+schemas mark, they write shared memory through the addresses in ``table``. ``table`` and
+``signature`` are laid out by ``runtime/layout.py``. A launch returns a status: done,
+pending (a peer has not arrived yet: call again with ``resume``), or mismatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ DONE, PENDING, MISMATCH = 0, 1, 2
 _LIBRARY = torch.library.Library("dcp_inductor", "FRAGMENT")
 
 # Every rank publishes a signature and waits for all; with compare, they must be equal.
-_LIBRARY.define("_shm_agree(Tensor table, Tensor signature, bool compare, bool resume) -> int")
+_LIBRARY.define(
+    "_shm_agree(Tensor table, Tensor signature, bool compare, bool resume) -> int"
+)
 shm_agree = torch.ops.dcp_inductor._shm_agree.default
 
 # input [T, h, D] of rank r to output at r * rank_stride + t * token_stride (elements).
@@ -28,7 +30,8 @@ _LIBRARY.define(
 )
 shm_gather = torch.ops.dcp_inductor._shm_gather.default
 
-# part: first and end token, first and end head of the merged result that lands on this rank.
+# part: first and end token, first and end head of the merged result that lands on this
+# rank.
 _LIBRARY.define(
     "_shm_a2a_lse_reduce(Tensor partial_output, Tensor partial_lse, Tensor? seq_lens, "
     "Tensor? query_start_loc, Tensor(a!) output, Tensor(b!)? lse, Tensor table, "

@@ -1,9 +1,10 @@
-"""The meaning of each graph op: torch.distributed collectives and plain tensor arithmetic.
+"""The meaning of each graph op, in collectives and plain tensor arithmetic.
 
-Oracle of the tests and fallback of the runtime. Payloads travel as bytes, so every backend
-carries every dtype; sums run in rank order in fp32 (fp64 for fp64 partials), so a result has the
-same bits on every run and on every rank. Arguments are those of the ops in ``ops.py``, without
-token and site. Every function is a collective: all ranks of the group must call it.
+Oracle of the tests and fallback of the runtime. Payloads travel as bytes, so every
+backend carries every dtype; sums run in rank order in fp32 (fp64 for fp64 partials), so
+a result has the same bits on every run and on every rank. Arguments are those of the
+ops in ``ops.py``, without token and site. Every function is a collective: all ranks of
+the group must call it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ def merge(
 
     Args:
         outputs: N partial outputs ``[..., D]``, or one tensor ``[N, ..., D]``.
-        lses: N log-sum-exps ``[...]``, or one tensor ``[N, ...]``; NaN and +inf mean empty.
+        lses: N log-sum-exps ``[...]``, or one tensor ``[N, ...]``; NaN and +inf mean
+            empty.
         is_lse_base_on_e: whether the LSEs are natural logarithms, or to base 2.
 
     Returns:
-        Output ``[..., D]`` and LSE ``[...]`` in fp32 (fp64 where the partials are). A shard of
-        weight 0 contributes nothing, whatever its payload; where every shard is empty the output
-        is 0 and the LSE -inf; a NaN payload of a shard that has weight stays NaN.
+        Output ``[..., D]`` and LSE ``[...]`` in fp32 (fp64 where the partials are). A
+        shard of weight 0 contributes nothing, whatever its payload; where every shard
+        is empty the output is 0 and the LSE -inf; a NaN payload of a shard that has
+        weight stays NaN.
     """
     compute_dtype = torch.promote_types(outputs[0].dtype, torch.float32)
     cleaned = [_empty_as_minus_inf(lse.to(compute_dtype)) for lse in lses]
@@ -50,11 +53,15 @@ def merge(
     for weight in weights:
         total = total + weight
     divisor = total.masked_fill(total == 0, 1.0)
-    merged = torch.zeros(outputs[0].shape, dtype=compute_dtype, device=outputs[0].device)
+    merged = torch.zeros(
+        outputs[0].shape, dtype=compute_dtype, device=outputs[0].device
+    )
     for weight, output in zip(weights, outputs, strict=True):
         share = (weight / divisor).unsqueeze(-1)
         # where, not a product with 0: the payload of an empty shard may be NaN.
-        merged = torch.where(share > 0, merged + share * output.to(compute_dtype), merged)
+        merged = torch.where(
+            share > 0, merged + share * output.to(compute_dtype), merged
+        )
     return merged, origin + log(total)
 
 
@@ -62,8 +69,8 @@ def empty_rows(num_tokens: int, seq_lens: Tensor, query_start_loc: Tensor) -> Te
     """Bool ``[T]``: rows of sequences without local KV, and padding rows.
 
     ``seq_lens`` ``[B]`` are the local KV lengths; sequence b owns the rows from
-    ``query_start_loc[b]`` up to ``query_start_loc[b + 1]``; rows from the last entry on are
-    padding.
+    ``query_start_loc[b]`` up to ``query_start_loc[b + 1]``; rows from the last entry on
+    are padding.
     """
     rows = torch.arange(num_tokens, device=query_start_loc.device, dtype=torch.int64)
     starts = query_start_loc.to(torch.int64)
@@ -71,11 +78,13 @@ def empty_rows(num_tokens: int, seq_lens: Tensor, query_start_loc: Tensor) -> Te
         return torch.ones(num_tokens, dtype=torch.bool, device=rows.device)
     sequence = torch.searchsorted(starts, rows, right=True) - 1
     owner = sequence.clamp(0, seq_lens.numel() - 1)
-    return (rows >= starts[-1]) | (sequence < 0) | (seq_lens.to(rows.device)[owner] <= 0)
+    return (
+        (rows >= starts[-1]) | (sequence < 0) | (seq_lens.to(rows.device)[owner] <= 0)
+    )
 
 
 def q_gather(query: Tensor, group_name: str, padded_heads: int = 0) -> Tensor:
-    """``[T, h, D]`` of every rank to ``[T, max(N * h, padded_heads), D]``, rank-major heads."""
+    """``[T, h, D]`` of every rank to ``[T, H or padded_heads, D]``, rank-major."""
     group = groups.resolve(group_name)
     heads = ops.gathered_heads(query, group.size(), padded_heads)
     gathered = _all_gather(query, group)  # [N, T, h, D]
@@ -109,11 +118,18 @@ def a2a_lse_reduce(
 ) -> tuple[Tensor, Tensor]:
     """Merge ``[T, H, D]`` and ``[T, H]`` of every rank; returns output and LSE.
 
-    Shapes and options as in ``ops.py``. Raises ValueError for arguments that no rank could serve.
+    Shapes and options as in ``ops.py``. Raises ValueError for arguments that no rank
+    could serve.
     """
     group = groups.resolve(group_name)
     ops.check_a2a_lse_reduce(
-        partial_output, partial_lse, scatter, split_sizes, seq_lens, query_start_loc, group.size()
+        partial_output,
+        partial_lse,
+        scatter,
+        split_sizes,
+        seq_lens,
+        query_start_loc,
+        group.size(),
     )
     compute_dtype = torch.promote_types(partial_output.dtype, torch.float32)
     lse = partial_lse.to(compute_dtype)
@@ -121,8 +137,8 @@ def a2a_lse_reduce(
         empty = empty_rows(lse.shape[0], seq_lens, query_start_loc).to(lse.device)
         lse = lse.masked_fill(empty.unsqueeze(1), -torch.inf)
     if scatter == "none":
-        outputs = _all_gather(partial_output, group)  # [N, T, H, D]
-        lses = _all_gather(lse, group)  # [N, T, H]
+        outputs = list(_all_gather(partial_output, group))
+        lses = list(_all_gather(lse, group))
     else:
         dim = 1 if scatter == "heads" else 0
         sizes = list(split_sizes) or [lse.shape[dim] // group.size()] * group.size()
@@ -158,7 +174,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _scatter(
     x: Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Send piece s of ``x`` along ``dim`` to rank s; returns this rank's piece of every rank."""
+    """Send piece s of ``x`` along ``dim`` to rank s; returns what came from each."""
     pieces = x.split(list(sizes), dim)
     mine = pieces[group.rank()]
     piece_bytes = [piece.numel() * x.element_size() for piece in pieces]

@@ -56,6 +56,7 @@ dcp::Dtype dtype_of(const Tensor& tensor) {
 }
 
 unsigned char* bytes_of(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU");
   return static_cast<unsigned char*>(tensor.data_ptr());
 }
 

@@ -1,1 +1,1 @@
-"""The run side: workspaces, exchanges and their fallbacks. Imported by op bodies only."""
+"""The run side, imported by op bodies: workspaces, exchanges, fallbacks."""

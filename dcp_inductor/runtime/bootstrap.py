@@ -1,8 +1,9 @@
 """Sets up the shared memory of a group, or finds out that some rank cannot; by vote.
 
-Three rounds over the group's store: facts about the ranks, the names of their control segments, and
-whether everybody has mapped everything. After each, all ranks look at the same words and decide
-alike: if one rank cannot, none does, and the reason names that rank.
+Three rounds over the group's store: facts about the ranks, the names of their control
+segments, and whether everybody has mapped everything. After each, all ranks look at the
+same words and decide alike: if one rank cannot, none does, and the reason names that
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def join(group: dist.ProcessGroup, timeout_s: float) -> Membership | Refusal:
         DCPTimeoutError: a rank did not come to the rendezvous.
     """
     if group.size() > layout.MAX_RANKS:
-        return Refusal("ranks", f"{group.size()} ranks are more than {layout.MAX_RANKS}")
+        return Refusal(
+            "ranks", f"{group.size()} ranks are more than {layout.MAX_RANKS}"
+        )
     if "fake" in dist.get_backend(group):
         return Refusal("fake_group", "the group's backend does not communicate")
     # Looked up before the rendezvous, so that a build does not count as waiting.
@@ -62,7 +65,7 @@ def _local_refusal() -> Refusal | None:
 
 
 def decide(facts: list[dict[str, Any]]) -> Refusal | None:
-    """The common reason why the ranks with these ``facts`` cannot share memory, or None."""
+    """Why ranks with these ``facts`` cannot share memory, or None; equal on all."""
     for rank, fact in enumerate(facts):
         if fact["refusal"]:
             code, detail = fact["refusal"]
@@ -78,7 +81,8 @@ def decide(facts: list[dict[str, Any]]) -> Refusal | None:
             if fact[key] != facts[0][key]:
                 return Refusal(
                     code,
-                    f"rank {rank} has {key} {fact[key]}, rank 0 has {facts[0][key]}; {remedy}",
+                    f"rank {rank} has {key} {fact[key]}, rank 0 has {facts[0][key]}; "
+                    f"{remedy}",
                 )
     return None
 
@@ -115,7 +119,11 @@ def _vote(
             layout.write_u64(mine.view, layout.TAG, tag)
             offer = {"name": mine.name, "tag": tag, "refusal": ""}
         except OSError as error:
-            offer = {"name": "", "tag": 0, "refusal": f"cannot create shared memory: {error}"}
+            offer = {
+                "name": "",
+                "tag": 0,
+                "refusal": f"cannot create shared memory: {error}",
+            }
         offers = session.exchange(offer)
         refusal = _first_refusal(offers)
         if refusal or mine is None:
@@ -128,14 +136,16 @@ def _vote(
         if mine is not None:
             mine.unlink()
     fields = process.Process.__dataclass_fields__
-    processes = [process.Process(**{name: fact[name] for name in fields}) for fact in facts]
+    processes = [
+        process.Process(**{name: fact[name] for name in fields}) for fact in facts
+    ]
     return Membership(segments, processes, num_ubatches)
 
 
 def _attach_all(
     mine: shm.Segment, rank: int, offers: list[dict[str, Any]], size: int
 ) -> tuple[list[shm.Segment], str]:
-    segments = []
+    segments: list[shm.Segment] = []
     for peer, offer in enumerate(offers):
         try:
             segment = mine if peer == rank else shm.attach(offer["name"], size)

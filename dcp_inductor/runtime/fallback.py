@@ -1,4 +1,4 @@
-"""What happens where a direct exchange cannot be made: counted, told once, or raised."""
+"""Where a direct exchange cannot be made: counted, told once, or raised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def take(op: str, knob: str, mode: str, group_name: str, refusal: Refusal) -> No
     """
     if mode == "force":
         raise RuntimeError(
-            f"{op}: config.{knob} is 'force', but a direct exchange cannot be made over group "
+            f"{op}: config.{knob} is 'force', but a direct exchange cannot be made "
+            "over group "
             f"'{group_name}': {refusal.detail}. Remove the cause, or set it to 'auto'"
         )
     # Imported here: it takes a second, which a run without fallbacks need not spend.
@@ -36,5 +37,9 @@ def take(op: str, knob: str, mode: str, group_name: str, refusal: Refusal) -> No
         _told.add(key)
     level = logging.WARNING if groups.rank(group_name) == 0 else logging.DEBUG
     log.log(
-        level, "%s over group '%s' uses the collectives: %s", op, group_name, refusal.detail
+        level,
+        "%s over group '%s' uses the collectives: %s",
+        op,
+        group_name,
+        refusal.detail,
     )

@@ -1,7 +1,7 @@
-"""Bodies of the graph ops: check arguments, make the direct exchange or take the reference.
+"""Bodies of the graph ops: make the direct exchange, or take the reference.
 
-Which of the two is decided from what is equal on all ranks: the group's vote at set-up, the
-configuration, and the call's shapes and dtypes.
+Which of the two is decided from what is equal on all ranks: the group's vote at set-up,
+the configuration, and the call's shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dcp_inductor import config, groups, ops, reference
 from dcp_inductor.capability import Refusal
 from dcp_inductor.runtime import fallback, shm_exchange
 
-# Per device type, the module with the direct exchanges: functions named like the ops, which take
-# the group's name first and return the op's result, or a Refusal that is the same on all ranks.
+# Per device type, the module with the direct exchanges: functions named like the ops,
+# which take the group's name first and return the op's result, or a Refusal that is the
+# same on all ranks.
 _DIRECT: dict[str, ModuleType] = {"cpu": shm_exchange}
 
 
@@ -33,8 +34,8 @@ def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Te
         raise ValueError(f"q_gather: expected query [T, h, D], got {query.dim()} dims")
     if query.numel() == 0:
         heads = ops.gathered_heads(query, groups.size(group_name), padded_heads)
-        result = query.new_empty((query.shape[0], heads, query.shape[2]))
-        return result.zero_() if result.numel() else result
+        padding = query.new_empty((query.shape[0], heads, query.shape[2]))
+        return padding.zero_() if padding.numel() else padding
     mode = config.direct_query_gather
     if mode != "disable":
         direct = _direct(query)
@@ -59,7 +60,9 @@ def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
     if rows.dim() == 0:
         raise ValueError("kv_gather: expected rows [t, ...], got 0 dims")
     if rows.numel() == 0:
-        return rows.new_empty((groups.size(group_name) * rows.shape[0], *rows.shape[1:]))
+        return rows.new_empty(
+            (groups.size(group_name) * rows.shape[0], *rows.shape[1:])
+        )
     mode = config.direct_kv_gather
     if mode != "disable":
         direct = _direct(rows)
@@ -95,19 +98,10 @@ def a2a_lse_reduce(
         ValueError: arguments that no rank could serve.
     """
     _refuse_autograd("a2a_lse_reduce", partial_output, partial_lse)
-    ops.check_a2a_lse_reduce(
-        partial_output, partial_lse, scatter, split_sizes, seq_lens, query_start_loc,
-        groups.size(group_name),
-    )  # fmt: skip
-    if partial_lse.device != partial_output.device:
-        raise ValueError(
-            f"a2a_lse_reduce: expected partial_lse on {partial_output.device} like "
-            f"partial_output, got {partial_lse.device}"
-        )
     if partial_lse.numel() == 0:
         return _no_rows(
-            partial_output, partial_lse, group_name, scatter, split_sizes, return_lse, full_lse,
-            output_dtype,
+            partial_output, partial_lse, group_name, scatter, split_sizes,
+            return_lse, full_lse, output_dtype,
         )  # fmt: skip
     options: dict[str, Any] = {
         "scatter": scatter,
@@ -144,7 +138,8 @@ def _direct(x: Tensor) -> ModuleType | Refusal:
 def _refuse_autograd(op: str, *inputs: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise RuntimeError(
-            f"{op}: expected inputs without gradient, got one that requires grad; the op has no "
+            f"{op}: expected inputs without gradient, got one that requires grad; the "
+            "op has no "
             "backward. Run it under torch.no_grad() or torch.inference_mode()"
         )
 
@@ -161,9 +156,16 @@ def _no_rows(
 ) -> tuple[Tensor, Tensor]:
     """The result of a call without rows, which needs no exchange on any rank."""
     group = groups.resolve(group_name)
-    shape = ops.scattered_shape(partial_lse, scatter, split_sizes, group.size(), group.rank())
+    ops.check_a2a_lse_reduce(
+        partial_output, partial_lse, scatter, split_sizes, None, None, group.size()
+    )
+    shape = ops.scattered_shape(
+        partial_lse, scatter, split_sizes, group.size(), group.rank()
+    )
     output = partial_output.new_empty(
         (*shape, partial_output.shape[2]), dtype=output_dtype or partial_output.dtype
     )
-    lse_shape = (0,) if not return_lse else tuple(partial_lse.shape) if full_lse else shape
+    lse_shape = (
+        (0,) if not return_lse else tuple(partial_lse.shape) if full_lse else shape
+    )
     return output, partial_lse.new_empty(lse_shape, dtype=torch.float32)

@@ -1,7 +1,8 @@
 """Byte layout of the shared memory of the CPU runtime; pure arithmetic.
 
-``csrc/cpu/sync.h`` declares the same control block for the C++ side and asserts the same offsets.
-Sizes are final running offsets, never sums kept beside them. All sizes and offsets in bytes.
+``csrc/cpu/sync.h`` declares the same control block for the C++ side and asserts the
+same offsets. Sizes are final running offsets, never sums kept beside them. All sizes
+and offsets in bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def combine_slot_bytes(max_tokens: int, heads: int, row_bytes: int) -> int:
 
 
 def arena_slot_bytes(needed: int) -> int:
-    """Slot size of the arena that serves ``needed`` bytes: a power of two of whole pages."""
+    """Slot size of the arena for ``needed`` bytes: a power of two, whole pages."""
     return max(PAGE, 1 << (needed - 1).bit_length()) if needed else PAGE
 
 
@@ -98,9 +99,10 @@ def table_words(
     controls: list[int],
     arenas: list[int],
 ) -> list[int]:
-    """A launch table: the words of ``TABLE_WORDS``, then both kinds of addresses by rank."""
+    """A launch table: ``TABLE_WORDS``, then both kinds of addresses by rank."""
     return [
-        len(controls), rank, spin_ns, yield_ns, patience_ns, slot_bytes, *controls, *arenas,
+        len(controls), rank, spin_ns, yield_ns, patience_ns, slot_bytes,
+        *controls, *arenas,
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """Identity of a process. Equal ``machine`` means: may share memory; ``namespace``: pids."""
+    """Identity of a process; ``namespace`` is the one that ``pid`` counts in."""
 
     hostname: str
     boot_id: str
@@ -32,7 +32,7 @@ class Process:
 
 
 def start_time_of(pid: int) -> int | None:
-    """Clock ticks after boot at which a running process started; None: gone, or a zombie."""
+    """Clock ticks from boot to the start of a process; None: gone, or a zombie."""
     try:
         # The name, in parentheses, may hold anything; fields are counted behind it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

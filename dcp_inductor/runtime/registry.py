@@ -1,4 +1,4 @@
-"""The workspaces of every live process group: made at first use, dropped with the group."""
+"""The workspaces of live process groups: made at first use, dropped with them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from dcp_inductor.runtime.workspace import Workspace
 
 log = logging.getLogger(__name__)
 
-# Keyed by the object and not by its name: a group that is made again under an old name is another.
+# Keyed by the object and not by its name: a group that is made again under an old name
+# is another.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace] | Refusal]
 _groups = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
 def workspace_for(group_name: str) -> Workspace | Refusal:
-    """This thread's workspace of a group, set up by the first call; all ranks must call it.
+    """This thread's workspace of a group; its first call, by all ranks, sets it up.
 
     Raises:
         DCPTimeoutError: a rank did not come to the set-up.
-        ValueError: the thread's micro-batch is beyond those that the group was set up with.
+        ValueError: the thread's micro-batch is beyond those that the group was set up
+            with.
     """
     group = groups.resolve(group_name)
     members = _groups.get(group)
@@ -37,24 +39,28 @@ def workspace_for(group_name: str) -> Workspace | Refusal:
     index = ubatch.current()
     if index >= len(members):
         raise ValueError(
-            f"expected a micro-batch below {len(members)}, which group '{group_name}' was set up "
-            f"with, got {index}; set DCP_INDUCTOR_NUM_UBATCHES before the first exchange"
+            f"expected a micro-batch below {len(members)}, which group '{group_name}' "
+            "was set up "
+            f"with, got {index}; set DCP_INDUCTOR_NUM_UBATCHES before the first "
+            "exchange"
         )
     return members[index]
 
 
 def recover(group: dist.ProcessGroup | None = None) -> None:
-    """Set the workspaces of ``group`` (default: the world) up anew; every rank must call this.
+    """Set up ``group`` (default: the world) anew; every rank must call this.
 
-    The way back after DCPTimeoutError or DCPDisagreementError. No thread may be within an exchange
-    of the group.
+    The way back after DCPTimeoutError or DCPDisagreementError. No thread may be within
+    an exchange of the group.
 
     Raises:
         DCPTimeoutError: a rank did not come within ``config.timeout_s``.
     """
     group = group or dist.group.WORLD
     if group is None:
-        raise ValueError("expected a process group, got none: torch.distributed is not set up")
+        raise ValueError(
+            "expected a process group, got none: torch.distributed is not set up"
+        )
     with _lock:
         members = _groups.pop(group, None)
         if isinstance(members, list):
@@ -74,12 +80,16 @@ def _set_up(group: dist.ProcessGroup) -> list[Workspace] | Refusal:
         members = _groups.get(group)
         if members is None:
             joined = bootstrap.join(group, config.timeout_s)
-            members = joined if isinstance(joined, Refusal) else _workspaces(group, joined)
+            members = (
+                joined if isinstance(joined, Refusal) else _workspaces(group, joined)
+            )
             _groups[group] = members
     return members
 
 
-def _workspaces(group: dist.ProcessGroup, joined: bootstrap.Membership) -> list[Workspace]:
+def _workspaces(
+    group: dist.ProcessGroup, joined: bootstrap.Membership
+) -> list[Workspace]:
     workspaces = []
     for index in range(joined.num_ubatches):
         start = layout.control_offset(index)
@@ -87,7 +97,10 @@ def _workspaces(group: dist.ProcessGroup, joined: bootstrap.Membership) -> list[
             Workspace(
                 group_name=group.group_name,
                 rank=group.rank(),
-                controls=[s.view[start : start + layout.CONTROL_BYTES] for s in joined.segments],
+                controls=[
+                    s.view[start : start + layout.CONTROL_BYTES]
+                    for s in joined.segments
+                ],
                 addresses=[segment.address + start for segment in joined.segments],
                 processes=joined.processes,
                 owners=joined.segments,

@@ -1,9 +1,10 @@
 """A bounded all-gather over a group's store, for the few words that set a workspace up.
 
-The store may hold keys of an earlier attempt, of a group that was destroyed, or of ranks that had
-tried more often than others. So a session starts with a handshake: every rank posts a fresh nonce,
-rank 0 offers the list of nonces it sees, a rank acknowledges only an offer with its own latest
-nonce, and the session is open when all have acknowledged the same offer.
+The store may hold keys of an earlier attempt, of a group that was destroyed, or of
+ranks that had tried more often than others. So a session starts with a handshake: every
+rank posts a fresh nonce, rank 0 offers the list of nonces it sees, a rank acknowledges
+only an offer with its own latest nonce, and the session is open when all have
+acknowledged the same offer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import secrets
 import time
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 _PREFIX = "dcp_inductor/session"
 _LONGEST_NAP_S = 0.02
@@ -31,7 +32,9 @@ class PeersMissingError(Exception):
 class Session:
     """A rendezvous of all ranks of a group, in rounds."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, timeout_s: float
+    ) -> None:
         """Open a session with all ranks.
 
         Raises:
@@ -48,7 +51,8 @@ class Session:
         """Every rank's ``payload``, by rank; a round that all ranks must make.
 
         Raises:
-            PeersMissingError: some rank did not post its payload before the session's deadline.
+            PeersMissingError: some rank did not post its payload before the session's
+                deadline.
         """
         prefix = f"{_PREFIX}/{self._name}/{self._rounds}"
         self._rounds += 1
@@ -74,7 +78,9 @@ class Session:
                 offer = json.loads(self._peek(f"{_PREFIX}/offer") or "[]")
             if len(offer) == self._world_size and offer[self._rank] == nonce:
                 name = hashlib.sha256("-".join(offer).encode()).hexdigest()[:32]
-                acks = [f"{_PREFIX}/{name}/ack/{peer}" for peer in range(self._world_size)]
+                acks = [
+                    f"{_PREFIX}/{name}/ack/{peer}" for peer in range(self._world_size)
+                ]
                 if acknowledged != name:
                     self._store.set(acks[self._rank], "1")
                     acknowledged = name
@@ -98,7 +104,9 @@ class Session:
     def _absent(self, keys: list[str]) -> list[int]:
         absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         # Keys of an earlier attempt may stand in for a rank that is not there.
-        return absent or [rank for rank in range(self._world_size) if rank != self._rank]
+        return absent or [
+            rank for rank in range(self._world_size) if rank != self._rank
+        ]
 
 
 class _Nap:

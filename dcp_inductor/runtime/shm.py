@@ -1,8 +1,9 @@
 """POSIX shared memory: segments that one rank creates and its peers map.
 
-A segment's pages are reserved when it is created, so that a small ``/dev/shm`` fails here and not
-by a signal in the middle of an exchange. The creator unlinks it as soon as all peers have mapped it;
-what a killed creator leaves behind in that moment is swept by the next one.
+A segment's pages are reserved when it is created, so that a small ``/dev/shm`` fails
+here and not by a signal in the middle of an exchange. The creator unlinks it as soon as
+all peers have mapped it; what a killed creator leaves behind in that moment is swept by
+the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PREFIX = "dcp_inductor"
 
 
 class Segment:
-    """A mapped segment: ``name``, ``size``, ``address`` in this process, ``view`` of its bytes."""
+    """A mapped segment: its name, size, address in this process, and bytes."""
 
     def __init__(self, name: str, descriptor: int, size: int) -> None:
         self.name = name
@@ -77,7 +78,8 @@ def attach(name: str, size: int) -> Segment:
         status = os.fstat(descriptor)
         if status.st_uid != os.getuid() or status.st_size != size:
             raise OSError(
-                f"expected segment {name} of user {os.getuid()} with {size} bytes, got user "
+                f"expected segment {name} of user {os.getuid()} with {size} bytes, got "
+                "user "
                 f"{status.st_uid} and {status.st_size} bytes"
             )
         return Segment(name, descriptor, size)

@@ -1,8 +1,9 @@
 """Direct exchanges over shared memory, for CPU tensors.
 
-What a call needs beyond its tensors is worked out once per shape and options and kept as a plan, so
-that a call in the steady state is a few look-ups and one launch. Every call of a group, served or
-not, agrees on its signature with the peers: a refusal is as collective as an exchange.
+What a call needs beyond its tensors is worked out once per shape and options and kept
+as a plan, so that a call in the steady state is a few look-ups and one launch. Every
+call of a group, served or not, agrees on its signature with the peers: a refusal is as
+collective as an exchange.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def q_gather(
         refusal = capability.rows_refusal(num_tokens, max_tokens)
         if refusal:
             return _refused(workspace, call, refusal)
-        needed = layout.gather_slot_bytes(max_tokens, heads, head_dim * query.element_size())
+        needed = layout.gather_slot_bytes(
+            max_tokens, heads, head_dim * query.element_size()
+        )
         table = workspace.table_for(needed, call)
         if isinstance(table, Refusal):
             return _refused(workspace, call, table)
@@ -109,7 +112,9 @@ def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
     if plan is None:
         num_rows = rows.shape[0]
         width = math.prod(rows.shape[1:])
-        call = Signature("kv_gather", tuple(rows.shape), _name(rows.dtype), "", "", site)
+        call = Signature(
+            "kv_gather", tuple(rows.shape), _name(rows.dtype), "", "", site
+        )
         refusal = capability.rows_refusal(num_rows, max_tokens)
         if refusal:
             return _refused(workspace, call, refusal)
@@ -130,11 +135,22 @@ def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
 
 
 def _gather(
-    workspace: Workspace, plan: _GatherPlan, source: Tensor, output: Tensor, op: str, site: str
+    workspace: Workspace,
+    plan: _GatherPlan,
+    source: Tensor,
+    output: Tensor,
+    op: str,
+    site: str,
 ) -> None:
     def launch(resume: bool) -> int:
         return launch_ops.shm_gather(
-            source, output, plan.table, plan.signature, plan.rank_stride, plan.token_stride, resume
+            source,
+            output,
+            plan.table,
+            plan.signature,
+            plan.rank_stride,
+            plan.token_stride,
+            resume,
         )
 
     workspace.run(launch, op, site)
@@ -161,14 +177,21 @@ def a2a_lse_reduce(
         return workspace
     max_tokens = config.max_tokens
     key = (
-        tuple(partial_output.shape), partial_output.dtype, partial_lse.dtype, scatter,
-        tuple(split_sizes), is_lse_base_on_e, return_lse, full_lse, output_dtype, site, max_tokens,
+        tuple(partial_output.shape), partial_output.dtype, tuple(partial_lse.shape),
+        partial_lse.dtype, scatter, tuple(split_sizes), is_lse_base_on_e, return_lse,
+        full_lse, output_dtype, seq_lens is None, query_start_loc is None, site,
+        max_tokens,
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
+        ops.check_a2a_lse_reduce(
+            partial_output, partial_lse, scatter, split_sizes, seq_lens,
+            query_start_loc, workspace.world_size,
+        )  # fmt: skip
         plan = _plan_combine(
-            workspace, partial_output, partial_lse, scatter, tuple(split_sizes), is_lse_base_on_e,
-            return_lse, full_lse, output_dtype or partial_output.dtype, site, max_tokens,
+            workspace, partial_output, partial_lse, scatter, tuple(split_sizes),
+            is_lse_base_on_e, return_lse, full_lse,
+            output_dtype or partial_output.dtype, site, max_tokens,
         )  # fmt: skip
         if isinstance(plan, Refusal):
             return plan
@@ -206,8 +229,14 @@ def _plan_combine(
     num_tokens, heads, head_dim = partial_output.shape
     options = [f"scatter={scatter}", f"base={'e' if is_lse_base_on_e else '2'}"]
     options += [f"split_sizes={list(split_sizes)}"] if split_sizes else []
-    options += ["full_lse"] if return_lse and full_lse else ["lse"] if return_lse else []
-    options += [f"output={_name(output_dtype)}"] if output_dtype != partial_output.dtype else []
+    options += (
+        ["full_lse"] if return_lse and full_lse else ["lse"] if return_lse else []
+    )
+    options += (
+        [f"output={_name(output_dtype)}"]
+        if output_dtype != partial_output.dtype
+        else []
+    )
     call = Signature(
         "a2a_lse_reduce", (num_tokens, heads, head_dim), _name(partial_output.dtype),
         " ".join(options), "", site,
@@ -218,7 +247,9 @@ def _plan_combine(
     if refusal:
         return _refused(workspace, call, refusal)
     row_bytes = head_dim * partial_output.element_size()
-    table = workspace.table_for(layout.combine_slot_bytes(max_tokens, heads, row_bytes), call)
+    table = workspace.table_for(
+        layout.combine_slot_bytes(max_tokens, heads, row_bytes), call
+    )
     if isinstance(table, Refusal):
         return _refused(workspace, call, table)
     my_tokens, my_heads = ops.scattered_shape(
@@ -232,10 +263,10 @@ def _plan_combine(
     elif scatter == "tokens":
         start = workspace.rank * my_tokens if first is None else first
         part[:2] = [start, start + my_tokens]
-    lse_shape = (0,)
+    lse_shape: tuple[int, ...] = (0,)
     if return_lse:
         lse_shape = (num_tokens, heads) if full_lse else (my_tokens, my_heads)
     return _CombinePlan(
-        table, as_tensor(call.pack()), (my_tokens, my_heads, head_dim), lse_shape, output_dtype,
-        part,
+        table, as_tensor(call.pack()), (my_tokens, my_heads, head_dim), lse_shape,
+        output_dtype, part,
     )  # fmt: skip

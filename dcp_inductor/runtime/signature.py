@@ -1,7 +1,7 @@
 """What a rank says about an exchange, so that a peer with another one is found out.
 
-A signature is 256 bytes, published with the epoch and compared byte for byte by every peer. It
-holds what must be equal on all ranks, in a form that can be printed.
+A signature is 256 bytes, published with the epoch and compared byte for byte by every
+peer. It holds what must be equal on all ranks, in a form that can be printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SEPARATOR = "|"
 
 @dataclass(frozen=True)
 class Signature:
-    """One exchange as its ranks must agree on it; ``shape`` without what may differ by rank."""
+    """One exchange as its ranks must agree on it."""
 
     op: str
     shape: tuple[int, ...]
@@ -26,9 +26,11 @@ class Signature:
     site: str
 
     def pack(self) -> bytes:
-        """The bytes to publish; long options and sites are cut and marked by a checksum."""
+        """The bytes to publish; what does not fit is cut and marked by a checksum."""
         shape = "x".join(map(str, self.shape))
-        text = _SEPARATOR.join((self.op, shape, self.dtype, self.options, self.route, self.site))
+        text = _SEPARATOR.join(
+            (self.op, shape, self.dtype, self.options, self.route, self.site)
+        )
         data = text.encode()
         if len(data) > layout.SIGNATURE_BYTES:
             mark = f"~{zlib.crc32(data):08x}".encode()

@@ -25,7 +25,8 @@ def ubatch(index: int) -> Iterator[None]:
     """
     if not 0 <= index < config.num_ubatches:
         raise ValueError(
-            f"expected a micro-batch below config.num_ubatches = {config.num_ubatches}, got "
+            "expected a micro-batch below config.num_ubatches = "
+            f"{config.num_ubatches}, got "
             f"{index}; set DCP_INDUCTOR_NUM_UBATCHES before the first exchange"
         )
     previous = current()

@@ -1,15 +1,16 @@
 """The ranks' votes on the sites of a graph, kept in the group's store.
 
-A rank posts what it decided about a site when it compiles (``post``, never waits). Peers' votes
-are read only where a difference would show: by the guard that a rank runs in place of a site it
-refused, and by an exchange that has waited for a peer for more than about a second.
+A rank posts what it decided about a site when it compiles (``post``, never waits).
+Peers' votes are read only where a difference would show: by the guard that a rank runs
+in place of a site it refused, and by an exchange that has waited for a peer for more
+than about a second.
 """
 
 from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dcp_inductor import groups
 from dcp_inductor.errors import DCPDisagreementError
@@ -38,7 +39,7 @@ def peers(group_name: str, site: str) -> dict[int, str]:
     return _read(groups.store(group), site, group.rank(), group.size())
 
 
-def _read(store: dist.Store, site: str, rank: int, world_size: int) -> dict[int, str]:
+def _read(store: Store, site: str, rank: int, world_size: int) -> dict[int, str]:
     votes = {}
     for peer in range(world_size):
         key = _key(site, peer)
@@ -48,7 +49,7 @@ def _read(store: dist.Store, site: str, rank: int, world_size: int) -> dict[int,
 
 
 def check(group_name: str, site: str, own_vote: str) -> bool:
-    """Raise where a peer decided differently about ``site``; whether all peers have voted.
+    """Raise where a peer decided differently; whether all peers have voted.
 
     Raises:
         DCPDisagreementError: names the site, the ranks on both sides and their reasons.
@@ -56,12 +57,18 @@ def check(group_name: str, site: str, own_vote: str) -> bool:
     group = groups.resolve(group_name)
     votes = peers(group_name, site)
     accepted = own_vote == ACCEPTED
-    others = {peer: vote for peer, vote in votes.items() if (vote == ACCEPTED) != accepted}
+    others = {
+        peer: vote for peer, vote in votes.items() if (vote == ACCEPTED) != accepted
+    }
     if others:
-        told = "; ".join(f"rank {peer}: {vote}" for peer, vote in sorted(others.items()))
+        told = "; ".join(
+            f"rank {peer}: {vote}" for peer, vote in sorted(others.items())
+        )
         raise DCPDisagreementError(
-            f"site {site} of group '{group_name}': rank {group.rank()} decided '{own_vote}', "
-            f"but {told}. Every rank must run the same exchange; make the ranks' graphs equal "
+            f"site {site} of group '{group_name}': rank {group.rank()} decided "
+            f"'{own_vote}', "
+            f"but {told}. Every rank must run the same exchange; make the ranks' "
+            "graphs equal "
             "but for their own rank, or switch the rewrite off with "
             'options={"dcp_inductor.enable": False} on all ranks'
         )

@@ -1,9 +1,10 @@
-"""The shared memory of one group and micro-batch, and the bounded wait of its exchanges.
+"""The shared memory of a group and micro-batch, and its bounded exchanges.
 
-All exchanges of a group go through one sequence of epochs, whatever their op and geometry: so two
-ranks that come with different exchanges meet and notice, and two slots suffice for every arena
-(csrc/cpu/sync.h has the argument). Arenas hold payload. They are created when first needed, by all
-ranks in the same call, are never grown or moved, and serve every geometry that fits.
+All exchanges of a group go through one sequence of epochs, whatever their op and
+geometry: so two ranks that come with different exchanges meet and notice, and two slots
+suffice for every arena (csrc/cpu/sync.h has the argument). Arenas hold payload. They
+are created when first needed, by all ranks in the same call, are never grown or moved,
+and serve every geometry that fits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from dcp_inductor.runtime import layout, shm, votes
 from dcp_inductor.runtime.process import Process
 from dcp_inductor.runtime.signature import Signature, describe
 
-# A launch returns this often while it waits, so that signals and dead peers are noticed.
+# A launch returns this often while it waits, so that signals and dead peers are
+# noticed.
 PATIENCE_S = 0.1
 # Votes are read after this much waiting, and then as often.
 VOTES_AFTER_S = 1.0
@@ -90,7 +92,8 @@ class Workspace:
             self._refuse()
         if not self._busy.acquire(blocking=False):
             raise DCPError(
-                f"{op}: another thread is within an exchange of group '{self.group_name}' and "
+                f"{op}: another thread is within an exchange of group "
+                f"'{self.group_name}' and "
                 "the same micro-batch; give every thread its own with "
                 "dcp_inductor.runtime.ubatch.ubatch(index)"
             )
@@ -102,10 +105,10 @@ class Workspace:
             self._busy.release()
 
     def table_for(self, needed: int, call: Signature) -> Tensor | Refusal:
-        """Launch table of an arena with ``needed`` bytes a slot, created if there is none.
+        """Launch table of an arena with ``needed`` bytes a slot, made at need.
 
-        Creation takes exchanges of its own: all ranks get here in the same call, since their
-        workspaces have the same history.
+        Creation takes exchanges of its own: all ranks get here in the same call, since
+        their workspaces have the same history.
         """
         for slot_bytes, table in sorted(self._tables.items()):
             if slot_bytes >= needed:
@@ -115,12 +118,12 @@ class Workspace:
             if slot_bytes >= refused:
                 return refusal
         self.agree(replace(call, route=f"set-up of {slot_bytes} bytes"))
-        table = self._create_arena(slot_bytes, call.op, call.site)
-        if isinstance(table, Refusal):
-            self._refused_bytes[slot_bytes] = table
+        created = self._create_arena(slot_bytes, call.op, call.site)
+        if isinstance(created, Refusal):
+            self._refused_bytes[slot_bytes] = created
         else:
-            self._tables[slot_bytes] = table
-        return table
+            self._tables[slot_bytes] = created
+        return created
 
     def agree(self, call: Signature) -> None:
         """Exchange without payload: all ranks have the same signature, or all raise."""
@@ -137,7 +140,8 @@ class Workspace:
         layout.write_u32(self._controls[self.rank], layout.DEAD, 1)
 
     def _table(self, slot_bytes: int, arenas: list[int]) -> Tensor:
-        # With more ranks than processors, a rank that spins keeps its peers from running.
+        # With more ranks than processors, a rank that spins keeps its peers from
+        # running.
         crowded = self.world_size > len(os.sched_getaffinity(0))
         spin_ns = 0 if crowded else int(_SPIN_S * 1e9)
         words = layout.table_words(
@@ -154,14 +158,19 @@ class Workspace:
                 mine = shm.create(size)
                 answer, failure = mine.name, ""
             except OSError as error:
-                answer, failure = "", f"cannot create {size} bytes of shared memory: {error}"
+                answer, failure = (
+                    "",
+                    f"cannot create {size} bytes of shared memory: {error}",
+                )
             names, refusal = self._answers(answer, failure, op, site)
             if refusal or mine is None:
                 return refusal or Refusal("allocation", "no arena")
             failure = ""
             for peer, name in enumerate(names):
                 try:
-                    segments.append(mine if peer == self.rank else shm.attach(name, size))
+                    segments.append(
+                        mine if peer == self.rank else shm.attach(name, size)
+                    )
                 except OSError as error:
                     failure = f"cannot map the arena of rank {peer}: {error}"
                     break
@@ -202,7 +211,9 @@ class Workspace:
         start = layout.slot_offset(self.epoch) + layout.SIGNATURE
         return bytes(self._controls[rank][start : start + layout.SIGNATURE_BYTES])
 
-    def _settle(self, launch: Callable[[bool], int], status: int, op: str, site: str) -> None:
+    def _settle(
+        self, launch: Callable[[bool], int], status: int, op: str, site: str
+    ) -> None:
         start = time.monotonic()
         votes_at = start + VOTES_AFTER_S
         try:
@@ -214,10 +225,13 @@ class Workspace:
                     votes_at = now + VOTES_AFTER_S
                 if now - start >= config.timeout_s:
                     peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
-                    raise DCPTimeoutError(self._record(op, site, peer), config.timeout_s)
+                    raise DCPTimeoutError(
+                        self._record(op, site, peer), config.timeout_s
+                    )
                 status = launch(True)
         except BaseException as error:
-            # This rank has published and will not finish the call: epochs differ from here on.
+            # This rank has published and will not finish the call: epochs differ from
+            # here on.
             self.mark_dead(str(error) or type(error).__name__)
             raise
         if status == launch_ops.MISMATCH:
@@ -231,7 +245,8 @@ class Workspace:
             if layout.read_u32(self._controls[peer], layout.DEAD):
                 why = f"rank {peer} has given up on the group"
             elif self._processes[peer].is_dead():
-                why = f"the process of rank {peer} (pid {self._processes[peer].pid}) has ended"
+                pid = self._processes[peer].pid
+                why = f"the process of rank {peer} (pid {pid}) has ended"
             else:
                 continue
             if self._has_arrived(peer):  # it published, and then ended
@@ -246,29 +261,36 @@ class Workspace:
 
     def _record(self, op: str, site: str, peer: int) -> FaultRecord:
         even, odd = (
-            layout.read_u32(self._controls[peer], layout.slot_offset(parity)) for parity in (0, 1)
+            layout.read_u32(self._controls[peer], layout.slot_offset(parity))
+            for parity in (0, 1)
         )
         return FaultRecord(
             op=op, site=site, group_name=self.group_name, rank=self.rank, peer=peer,
-            epoch_wanted=self.epoch, epoch_seen=even if layout.is_later(even, odd) else odd,
+            epoch_wanted=self.epoch,
+            epoch_seen=even if layout.is_later(even, odd) else odd,
         )  # fmt: skip
 
     def _mismatch(self, op: str, peer: int) -> DCPMismatchError:
         own, other = (describe(self._published(r)) for r in (self.rank, peer))
         return DCPMismatchError(
-            f"exchange {self.epoch} of group '{self.group_name}': rank {self.rank} came with "
-            f"{own}; rank {peer} came with {other}. Every rank must make the same sequence of "
+            f"exchange {self.epoch} of group '{self.group_name}': rank {self.rank} "
+            "came with "
+            f"{own}; rank {peer} came with {other}. Every rank must make the same "
+            "sequence of "
             "exchanges with equal shapes, dtypes and options"
         )
 
     def _refuse(self) -> None:
         if self._pid != os.getpid():
             raise DCPError(
-                f"the workspace of group '{self.group_name}' belongs to process {self._pid}, and "
-                f"this is its fork {os.getpid()}; create the process group after forking"
+                f"the workspace of group '{self.group_name}' belongs to process "
+                f"{self._pid}, and "
+                f"this is its fork {os.getpid()}; create the process group after "
+                "forking"
             )
         raise DCPError(
-            f"the workspace of group '{self.group_name}' is out of use since: {self._why_dead}. "
+            f"the workspace of group '{self.group_name}' is out of use since: "
+            f"{self._why_dead}. "
             "Call dcp_inductor.recover(group) on all ranks to go on"
         )
 
@@ -276,5 +298,3 @@ class Workspace:
 def as_tensor(packed: bytes) -> Tensor:
     """Bytes as a launch op takes them."""
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
