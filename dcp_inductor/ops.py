@@ -254,7 +254,7 @@ def _a2a_lse_reduce(
 
 
 def _site_guard(token, group_name, site, reason):
-    from dcp_inductor.runtime import votes
+    from dcp_inductor import votes
 
     votes.guard(group_name, site, reason)
     return torch.empty_like(token)

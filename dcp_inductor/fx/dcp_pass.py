@@ -16,13 +16,13 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dcp_inductor import config, ops
+from dcp_inductor import config, ops, votes
 from dcp_inductor.fx import report
 from dcp_inductor.fx.check import check_rewrite
 from dcp_inductor.fx.collectives import issues_exchange
 from dcp_inductor.fx.emit import CannotExpress, Emitter
 from dcp_inductor.fx.legality import judge
-from dcp_inductor.fx.order import thread_token
+from dcp_inductor.fx.order import insert_guard, thread_token
 from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
 from dcp_inductor.fx.search import Candidate, find_gathers, find_merges
 from dcp_inductor.fx.site import MergeSite, Reject
@@ -107,6 +107,8 @@ class _Run:
         if reject is None and site is not None:
             site.rename(self._moved)
             reject = judge(self._graph, site) or self._rewrite(site)
+        if candidate.kind == "combine":
+            self._vote(candidate, reject)
         row = describe(candidate, reject)
         self._summary.sites.append(row)
         counters["dcp_inductor"]["found"] += 1
@@ -118,6 +120,14 @@ class _Run:
             "%s %s at %s: %s%s", row.decision, row.kind, row.source or row.site, row.family,
             f" ({row.code}: {row.reason})" if row.code else "",
         )
+
+    def _vote(self, candidate: Candidate, reject: Reject | None) -> None:
+        """Tell the peers what this rank decided; where they may have decided otherwise, look."""
+        group = candidate.group
+        vote = reject.reason if reject else votes.ACCEPTED
+        votes.post(group.name, candidate.name, vote)
+        if reject is not None and reject.code == "foreign_rank":
+            insert_guard(self._graph, candidate.first_collective, candidate.name, reject.reason)
 
     def _rewrite(self, site: Any) -> Reject | None:
         token = self._first_token(site)

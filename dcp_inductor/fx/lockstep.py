@@ -202,6 +202,28 @@ def constant_of(node: Node) -> Tensor:
     return value.detach().cpu()
 
 
+def foreign_ranks(nodes: Sequence[Node], world_size: int, rank: int) -> set[int]:
+    """Other ranks whose place in a dim of N, or in a split of N, the nodes read alone."""
+    found: set[int] = set()
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        index: Any = None
+        if node.target is _aten.select.int and _only_index(
+            node, 2, lambda user, dim=node.args[1]: user.args[1] == dim
+        ):
+            value = tensor_val(node.args[0])
+            if value is not None and value.shape[node.args[1]] == world_size:
+                index = node.args[2]
+        elif node.target is operator.getitem and _only_index(node, 1, lambda user: True):
+            pieces = node.args[0].meta.get("val")
+            if isinstance(pieces, (list, tuple)) and len(pieces) == world_size:
+                index = node.args[1]
+        if isinstance(index, int) and index % world_size != rank:
+            found.add(index % world_size)
+    return found
+
+
 def _feeds_a_collective(region: Sequence[Node]) -> set[Node]:
     needed: set[Node] = set()
     for node in reversed(region):

@@ -7,10 +7,11 @@ in the graph is tied in by order_after and order_token, unless data ties it alre
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from dcp_inductor import ops
-from dcp_inductor.fx.collectives import as_collective, is_wait
+from dcp_inductor.fx.collectives import as_collective, inputs_of, is_wait
 from dcp_inductor.fx.emit import Emitter
 
 DIRECT_OPS = (ops.q_gather, ops.kv_gather, ops.a2a_lse_reduce)
@@ -57,6 +58,23 @@ def thread_token(graph: Graph, group_name: str) -> None:
     for item in items:
         if not item.users:
             graph.erase_node(item)
+
+
+def insert_guard(graph: Graph, node: Node, site: str, reason: str) -> None:
+    """Put a site_guard in front of a collective whose site a peer may take otherwise."""
+    collective = as_collective(node)
+    assert collective is not None
+    source = inputs_of(collective)[0]
+    emit = Emitter(graph, source)
+    with graph.inserting_before(node):
+        token = emit.call(
+            torch.ops.aten.empty.memory_format,
+            [0],
+            dtype=torch.uint8,
+            device=source.meta["val"].device,
+        )
+        token = emit.call(ops.site_guard, token, collective.group_name, site, reason)
+    _put_behind(graph, node, token)
 
 
 def _as_last_item(node: Node, item: Node) -> Node:

@@ -13,8 +13,16 @@ from dcp_inductor.fx.collectives import Collective
 from dcp_inductor.fx.find import Cut, GraphIndex, Region, cuts, is_minimal
 from dcp_inductor.fx.gathers import gather_sources, prove_gather
 from dcp_inductor.fx.nodes import size_name, tensor_val
+from dcp_inductor.fx.lockstep import foreign_ranks
 from dcp_inductor.fx.prove import Exit, Proof, Refuted, prove_merge
-from dcp_inductor.fx.site import GatherExit, GatherSite, Group, MergeSite, Reject
+from dcp_inductor.fx.site import (
+    GatherExit,
+    GatherSite,
+    Group,
+    MergeSite,
+    Reject,
+    site_name,
+)
 from dcp_inductor.fx.structure import Memo, fingerprint, site_key
 
 _aten = torch.ops.aten
@@ -49,14 +57,18 @@ class Candidate:
     """A site, or the reason why what looked like one is none."""
 
     kind: str
-    group_name: str
+    group: Group
     origin: Node
     key: str
     site: MergeSite | GatherSite | None
     reject: Reject | None
-    trials: int = 0
-    proof_ms: float = 0.0
-    foreign_rank: int | None = None
+    trials: int
+    proof_ms: float
+    first_collective: Node
+
+    @property
+    def name(self) -> str:
+        return site_name(self.origin, self.key)
 
 
 def find_merges(graph: Graph) -> list[Candidate]:
@@ -87,46 +99,62 @@ def _merge_from(
     regions: list[tuple[Cut, Region]] = []
     for cut in cuts(index, collective, tried):
         region = index.region(cut.leaves, group.name)
-        if region.collectives and is_minimal(index, region):
+        free = not any(c.node in claimed for c in region.collectives)
+        if region.exits() and free and is_minimal(index, region):
             regions.append((cut, region))
-    worst: tuple[int, Refuted, Cut, Region] | None = None
+    best: tuple[tuple[int, int], Refuted, Cut, Region] | None = None
     trials = 0
     for weights in (False, True):
         for cut, region in regions:
             if weights and len(cut.statistics) == 2:
                 continue
-            if any(c.node in claimed for c in region.collectives):
-                continue
             outcome, cached = _prove(region, cut, group, weights)
             trials += 0 if cached else outcome.trials
             if isinstance(outcome, Proof):
-                site = MergeSite(
-                    group, cut, region, outcome, _key("combine", cut, region, group)
-                )
-                site.from_memo = cached
                 claimed.update(c.node for c in region.collectives)
-                elapsed = (time.perf_counter() - start) * 1e3
-                return Candidate(
-                    "combine", group.name, site.origin, site.key, site, None, trials, elapsed
-                )
-            rank = _INFORMATIVE.index(outcome.code)
-            if worst is None or rank > worst[0]:
-                worst = (rank, outcome, cut, region)
-    if worst is None or not any(n.target in _EXPONENTIALS for n in worst[3].nodes):
+                key = _key(cut, region, group)
+                site = MergeSite(group, cut, region, outcome, key, region.exits()[-1])
+                return _candidate(site, None, cut, region, group, trials, start)
+            order = (_INFORMATIVE.index(outcome.code), len(region.nodes))
+            if best is None or order > best[0]:
+                best = (order, outcome, cut, region)
+    if best is None or not any(n.target in _EXPONENTIALS for n in best[3].nodes):
         return None
-    _, outcome, cut, region = worst
-    claimed.update(c.node for c in region.collectives)
-    elapsed = (time.perf_counter() - start) * 1e3
-    origin = region.exits()[0] if region.exits() else collective.node
+    reject = Reject(best[1].code, best[1].reason)
+    peers: set[int] = set()
+    for _, region in regions:
+        peers |= foreign_ranks(region.nodes, group.world_size, group.rank)
+    for peer in sorted(peers):
+        seat = Group(group.name, group.world_size, peer)
+        for cut, region in regions:
+            outcome, _ = _prove(region, cut, seat, False)
+            if isinstance(outcome, Proof):
+                reason = f"the graph reads rank {peer}'s place, which is not its own"
+                claimed.update(c.node for c in region.collectives)
+                refusal = Reject("foreign_rank", reason)
+                return _candidate(None, refusal, cut, region, group, trials, start)
+    return _candidate(None, reject, best[2], best[3], group, trials, start)
+
+
+def _candidate(
+    site: MergeSite | None,
+    reject: Reject | None,
+    cut: Cut,
+    region: Region,
+    group: Group,
+    trials: int,
+    start: float,
+) -> Candidate:
     return Candidate(
         "combine",
-        group.name,
-        origin,
-        _key("combine", cut, region, group),
-        None,
-        Reject(outcome.code, outcome.reason),
+        group,
+        region.exits()[-1],
+        _key(cut, region, group),
+        site,
+        reject,
         trials,
-        elapsed,
+        (time.perf_counter() - start) * 1e3,
+        region.collectives[0].node,
     )
 
 
@@ -194,28 +222,29 @@ def _gather_from(
             return outcome
         return [(number[e.node], e.layout) for e in outcome[0]], outcome[1]
 
-    key = ("gather", group.world_size, group.rank, fingerprint(region))
-    stored, cached = _proofs.get(key, make)
+    memo = ("gather", group.world_size, group.rank, fingerprint(region))
+    stored, cached = _proofs.get(memo, make)
     if isinstance(stored, Refuted):
         return None
     exits = tuple(GatherExit(nodes[i], layout) for i, layout in stored[0])
     elapsed = (time.perf_counter() - start) * 1e3
     value = tensor_val(source)
     assert value is not None
-    site = GatherSite(group, source, region, exits, "", 0 if cached else stored[1], elapsed, cached)
-    site.key = site_key(
-        site.kind, region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
+    key = site_key(
+        "gather", region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
     )
+    site = GatherSite(group, source, region, exits, key, exits[0].node)
+    trials = 0 if cached else stored[1]
     return Candidate(
-        site.kind, group.name, site.origin, site.key, site, None, site.trials, elapsed
+        site.kind, group, site.origin, key, site, None, trials, elapsed, collective.node
     )
 
 
-def _key(kind: str, cut: Cut, region: Region, group: Group) -> str:
+def _key(cut: Cut, region: Region, group: Group) -> str:
     value = tensor_val(cut.partial_output)
     assert value is not None
     return site_key(
-        kind, region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
+        "combine", region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
     )
 
 

@@ -40,13 +40,8 @@ class MergeSite:
     region: Region
     proof: Proof
     key: str
-    proof_ms: float = 0.0
-    from_memo: bool = False
+    origin: Node  # whose place in the user's code names the site
     kind: str = field(default="combine", init=False)
-
-    @property
-    def origin(self) -> Node:
-        return self.proof.exits[0].node
 
     def rename(self, moved: Mapping[Node, Node]) -> None:
         """Follow inputs that an earlier rewrite of the same graph replaced."""
@@ -77,18 +72,12 @@ class GatherSite:
     region: Region
     exits: tuple[GatherExit, ...]
     key: str
-    trials: int = 0
-    proof_ms: float = 0.0
-    from_memo: bool = False
+    origin: Node
 
     @property
     def kind(self) -> str:
         """Rows stack on the first dim of a KV gather; a query gather joins heads behind it."""
         return "kv_gather" if self.exits[0].layout.order[:1] == (0,) else "query_gather"
-
-    @property
-    def origin(self) -> Node:
-        return self.exits[0].node
 
     def rename(self, moved: Mapping[Node, Node]) -> None:
         """Follow an input that an earlier rewrite of the same graph replaced."""

@@ -7,7 +7,7 @@ from dcp_inductor.fx.nodes import size_name, source_line, tensor_val
 from dcp_inductor.fx.report import SiteReport
 from dcp_inductor.fx.rewrite import plan_merge
 from dcp_inductor.fx.search import Candidate
-from dcp_inductor.fx.site import GatherSite, MergeSite, Reject, site_name
+from dcp_inductor.fx.site import GatherSite, MergeSite, Reject
 
 _OPS = {
     "combine": "a2a_lse_reduce",
@@ -20,10 +20,10 @@ def describe(candidate: Candidate, reject: Reject | None) -> SiteReport:
     """The candidate's row; ``reject`` None means that it was rewritten."""
     site = candidate.site
     return SiteReport(
-        site=site_name(candidate.origin, candidate.key),
+        site=candidate.name,
         kind=candidate.kind,
-        group_name=candidate.group_name,
-        world_size=site.group.world_size if site else 0,
+        group_name=candidate.group.name,
+        world_size=candidate.group.world_size,
         source=source_line(candidate.origin),
         family=_family(site),
         trials=candidate.trials,

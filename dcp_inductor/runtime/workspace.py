@@ -27,7 +27,8 @@ from dcp_inductor.errors import (
     DCPTimeoutError,
     FaultRecord,
 )
-from dcp_inductor.runtime import layout, shm, votes
+from dcp_inductor import votes
+from dcp_inductor.runtime import layout, shm
 from dcp_inductor.runtime.process import Process
 from dcp_inductor.runtime.signature import Signature, describe
 
