@@ -1,0 +1,142 @@
+"""``explain``: what the pass would make of a model, site by site.
+
+The model is compiled afresh for this one question. Dynamo keeps compiled code per code
+object and backend; ``explain`` brings a code object and a backend of its own, so that
+what the caller has compiled stays as it is, and it uses no cache on disk.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_inductor import backend, config
+from dcp_inductor.fx import report
+
+_FRESH = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+
+@dataclass(repr=False)
+class Explanation:
+    """What happened to each site; prints as a table.
+
+    Attributes:
+        graphs: one report per graph that was compiled; a graph break makes several.
+        output: what the model returned.
+        enabled: whether the rewrite was on (``config.enable``).
+    """
+
+    graphs: list[report.GraphReport]
+    output: Any
+    enabled: bool
+
+    @property
+    def rows(self) -> list[report.SiteReport]:
+        """The sites of all graphs."""
+        return [site for graph in self.graphs for site in graph.sites]
+
+    @property
+    def found(self) -> int:
+        """Number of candidate sites."""
+        return sum(graph.found for graph in self.graphs)
+
+    @property
+    def rewritten(self) -> int:
+        """Number of sites where a direct op stands now."""
+        return sum(graph.rewritten for graph in self.graphs)
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return (
+                "dcp_inductor is off, the backend is plain Inductor: set "
+                f"dcp_inductor.config.enable or {config.env_name('enable')}=1"
+            )
+        pass_ms = sum(graph.pass_ms for graph in self.graphs)
+        graphs = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
+        if not self.rows:
+            return f"found no exchange of decode context parallelism in {graphs}"
+        summary = (
+            f"rewrote {self.rewritten} of {self.found} sites in {graphs}; "
+            f"the pass took {pass_ms:.1f} ms"
+        )
+        return "\n".join([*_table(self.rows), summary])
+
+    __repr__ = __str__
+
+
+def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
+    """Compile ``model`` afresh with this backend, run it once, and say what was done.
+
+    Every rank must call this, since the model's exchanges run. Side effects of the
+    model (a KV cache that it writes, random numbers) happen once, as in any call.
+
+    Args:
+        model: a module or function, compiled or not. Options of a compiled module are
+            taken over; for a function set knobs with ``dcp_inductor.config.patch``.
+        inputs: its arguments.
+        kwargs: its keyword arguments.
+    """
+    given = _compiled_with(model)
+    options = {**(given.get("options") or {}), **_FRESH}
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, torch.nn.Module):
+        model = getattr(model, "_torchdynamo_orig_callable", model)
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        return backend.dcp_inductor(
+            gm, example_inputs, mode=given.get("mode"), options=options
+        )
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace(co_name="explained_model")
+    # Keeps what a graph break compiles of the model's own code apart, too. Torch 2.11
+    # lacks it; there such code only counts towards the recompilation limit.
+    apart: dict[str, Any] = {"isolate_recompiles": True}
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        apart = {}
+    with (
+        report.collect() as graphs,
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        output = torch.compile(run, backend=compile_graph, **apart)(*inputs, **kwargs)
+    knobs = {
+        key.removeprefix("dcp_inductor."): value
+        for key, value in options.items()
+        if key.startswith("dcp_inductor.")
+    }
+    return Explanation(graphs, output, config.snapshot(knobs)["enable"])
+
+
+def _compiled_with(model: Any) -> dict[str, Any]:
+    """Mode and options that a compiled module was given for this backend, if any."""
+    step = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    while hasattr(step, "_torchdynamo_orig_backend"):
+        step = step._torchdynamo_orig_backend
+    ours = getattr(step, "compiler_fn", None) is backend.dcp_inductor
+    return dict(getattr(step, "kwargs", {})) if ours else {}
+
+
+def _table(rows: list[report.SiteReport]) -> list[str]:
+    cells = [("site", "decision", "op", "trials", "workspace")]
+    for row in rows:
+        decision = row.decision + (f" ({row.code})" if row.code else "")
+        size = f"{row.workspace_bytes} B" if row.workspace_bytes else "-"
+        cells.append((row.site, decision, row.op or "-", str(row.trials), size))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for number, line in enumerate(cells):
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        lines.append("  ".join(padded).rstrip())
+        if number:
+            row = rows[number - 1]
+            group = f"{row.kind} over group '{row.group_name}' of {row.world_size}"
+            found = ", ".join(filter(None, (group, row.family, row.result)))
+            details = (row.source, found, row.reason)
+            lines += [f"    {detail}" for detail in details if detail]
+    return lines
