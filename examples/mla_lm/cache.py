@@ -84,7 +84,11 @@ class PagedLatentCache:
     @property
     def num_rows(self) -> int:
         """Latent rows that this rank holds in each layer."""
-        return int(self._local(self.lengths).sum())
+        return int(self.seq_lens().sum())
+
+    def seq_lens(self) -> Tensor:
+        """Rows [B] of each sequence on this rank."""
+        return self._local(self.lengths)
 
     def _local(self, lengths: Tensor) -> Tensor:
         return local_length(lengths, self.rank, self.world_size, self.interleave)

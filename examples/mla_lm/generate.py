@@ -81,7 +81,7 @@ def generate(
             f"prompts of {[len(p) for p in prompts]} and {max_new_tokens} new"
         )
     ends = set(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    step = step or model
+    step = model if step is None else step
     cache, logits = prefill(
         model, prompts, max_new_tokens, interleave=interleave, block_size=block_size
     )

@@ -6,6 +6,7 @@ The parent watches: a rank that raises, dies or takes too long ends all of them.
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def _collect(
                 failures[rank] = f"ended with exit code {processes[rank].exitcode}"
                 continue
             if kind == "result":
-                results[rank] = value
+                results[rank] = pickle.loads(value)
             elif kind == "error":
                 failures[rank] = value
             elif on_progress is not None:
@@ -128,7 +129,9 @@ def _rank_main(
             timeout=timedelta(seconds=timeout_s),
         )
         result = function(report, *args)
-        pipe.send(("result", result))
+        # Pickled by value: multiprocessing would pass tensors as handles to memory that
+        # dies with this process.
+        pipe.send(("result", pickle.dumps(result)))
         # Leave together: a rank that is still busy may need this one's threads.
         dist.barrier()
         dist.destroy_process_group()
