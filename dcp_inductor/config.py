@@ -157,7 +157,7 @@ class _Patch(_config_module.ContextDecorator):
             check(name, value)
         self._step(self._inner.__enter__)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: object) -> None:  # type: ignore[override]
         self._step(lambda: self._inner.__exit__(*error))
 
     def _step(self, change: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Facts about this machine and installation that decide what dcp_inductor can do here."""
+"""Facts about a machine and installation that decide what dcp_inductor can do there."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _native_library() -> Fact:
         return Fact(
             "cpu library",
             f"not loaded: {reason}",
-            "reinstall the package (pip install --force-reinstall --no-deps .); without "
-            "the library every exchange takes the plain collectives",
+            "reinstall the package (pip install --force-reinstall --no-deps .); "
+            "without the library every exchange takes the plain collectives",
         )
     new = set(torch.ops.loaded_libraries) - before
     return Fact("cpu library", ", ".join(sorted(new)) or "loaded by another part")
@@ -89,11 +89,8 @@ def _compiler() -> Fact:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Fact("c++ compiler", path)
-    return Fact(
-        "c++ compiler",
-        "none found",
-        "install one (Debian: apt-get install g++); Inductor needs it for CPU code",
-    )
+    remedy = "install one (Debian: apt-get install g++); Inductor needs it for CPU code"
+    return Fact("c++ compiler", "none", "" if torch.cuda.is_available() else remedy)
 
 
 def _shared_memory() -> Fact:

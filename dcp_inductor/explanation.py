@@ -115,7 +115,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 
 def _compiled_with(model: Any) -> dict[str, Any]:
     """Mode and options that a compiled module was given for this backend, if any."""
-    step = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    step: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
     while hasattr(step, "_torchdynamo_orig_backend"):
         step = step._torchdynamo_orig_backend
     ours = getattr(step, "compiler_fn", None) is backend.dcp_inductor

@@ -13,10 +13,10 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-AnyPass = CustomGraphPass | Callable[[Graph], object]
+AnyPass = CustomGraphPass | Callable[..., object]
 
 # torch 2.11 lacks this class and calls every pass with the graph alone.
-InferenceAwarePass: type[CustomGraphPass] = getattr(
+InferenceAwarePass: Any = getattr(
     custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass
 )
 
@@ -30,10 +30,9 @@ class PassChain(InferenceAwarePass):
     def __call__(self, graph: Graph, is_inference: bool = True) -> None:
         for each in self.passes:
             # Where the two classes are one, torch itself does not tell passes either.
-            if InferenceAwarePass is not CustomGraphPass and isinstance(
-                each, InferenceAwarePass
-            ):
-                each(graph, is_inference)
+            aware = InferenceAwarePass is not CustomGraphPass
+            if aware and isinstance(each, InferenceAwarePass):
+                each(graph, is_inference=is_inference)
             else:
                 each(graph)
 
@@ -50,8 +49,8 @@ class PassChain(InferenceAwarePass):
         return ("dcp_inductor.PassChain", *ids) if all(ids) else None
 
 
-def flatten(hook: AnyPass | Sequence[AnyPass] | None) -> list[AnyPass]:
-    """The passes in a hook's value, those inside chains included."""
+def flatten(hook: Any) -> list[AnyPass]:
+    """The passes in a hook's value: none, one, a list of them, or a chain."""
     if hook is None:
         return []
     if isinstance(hook, (list, tuple)):
@@ -59,7 +58,7 @@ def flatten(hook: AnyPass | Sequence[AnyPass] | None) -> list[AnyPass]:
     return list(hook.passes) if isinstance(hook, PassChain) else [hook]
 
 
-def append(hook: AnyPass | Sequence[AnyPass] | None, last: CustomGraphPass) -> AnyPass:
+def append(hook: Any, last: CustomGraphPass) -> AnyPass:
     """A value for the hook that runs what is there and then ``last``.
 
     A pass of ``last``'s class that is there already gives way to it.
