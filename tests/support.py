@@ -1,15 +1,18 @@
 """Shared helpers of the tests: worlds of real processes, kept alive between tests.
 
-A worker imports torch once and then runs one function after another, so that a test costs
-what it does and not what a process start costs. The parent is the watchdog: a world that
-does not answer in time is killed and the test fails.
+A worker imports torch once and then runs one function after another, so that a test
+costs what it does and not what a process start costs. The parent is the watchdog: a
+world that does not answer in time is killed and the test fails.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
+import mmap
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -21,6 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from dcp_inductor import launch_ops
+from dcp_inductor.runtime import layout
 
 WATCHDOG_S = 60.0
 # After one rank has failed the others may hang in what they were doing with it.
@@ -115,7 +121,8 @@ class World:
 
     def close(self) -> None:
         """End the processes, at once."""
-        _worlds.pop(self.size, None)
+        if _worlds.get(self.size) is self:
+            del _worlds[self.size]
         for process in self.processes:
             process.kill()
             process.join()
@@ -140,6 +147,61 @@ def _close_all() -> None:
 def group_name() -> str:
     """Name of the world's group, within a worker."""
     return dist.group.WORLD.group_name
+
+
+def fallbacks() -> dict[str, int]:
+    """Calls that took the reference so far, by reason, within a worker."""
+    # The first fallback imports it, which takes a second; none has happened without.
+    utils = sys.modules.get("torch._dynamo.utils")
+    counts = utils.counters["dcp_inductor"] if utils else {}
+    return {k: v for k, v in counts.items() if k.startswith("fallback.") and v}
+
+
+class VirtualRanks:
+    """The launch tables of ``size`` ranks of one process, whose waits return at once.
+
+    A rank's call publishes and says pending; the ranks' calls are then resumed in any
+    order. So every interleaving of publishing and reading can be played, and the
+    memory between them read or damaged.
+    """
+
+    def __init__(self, size: int, slot_bytes: int) -> None:
+        self.size = size
+        self.slot_bytes = slot_bytes
+        self._maps = [
+            (mmap.mmap(-1, layout.CONTROL_BYTES), mmap.mmap(-1, 2 * slot_bytes))
+            for _ in range(size)
+        ]
+        self.controls = [memoryview(control) for control, _ in self._maps]
+        self.arenas = [memoryview(arena) for _, arena in self._maps]
+        addresses = [[_address(m) for m in pair] for pair in self._maps]
+        self.tables = [
+            torch.tensor(
+                layout.table_words(
+                    rank, 0, 0, 0, slot_bytes, *map(list, zip(*addresses, strict=True))
+                )
+            )
+            for rank in range(size)
+        ]
+
+    def launch(self, launch: Callable[[int, bool], int]) -> list[int]:
+        """``launch(rank, resume)`` of every rank to its end; statuses by rank."""
+        started = [launch(rank, False) for rank in range(self.size)]
+        return [
+            launch(rank, True) if status == launch_ops.PENDING else status
+            for rank, status in enumerate(started)
+        ]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let every rank stand at the end of call ``epoch``."""
+        for control in self.controls:
+            layout.write_u32(control, layout.EPOCH, epoch)
+            layout.write_u32(control, layout.slot_offset(epoch), epoch)
+            layout.write_u32(control, layout.slot_offset(epoch - 1), epoch - 1)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _work(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
