@@ -1,0 +1,3 @@
+"""Executable spellings of the DCP gathers and merge, and the harness that traces and
+runs them.
+"""

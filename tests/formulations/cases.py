@@ -1,0 +1,118 @@
+"""What a case of the collection is, and the registry that holds them all.
+
+A recipe is a function ``fn(ctx, *tensors)`` that spells a merge or a gather the way
+some code does. ``ctx`` gives rank, world size and groups as plain values, so that they
+become constants of the traced graph just as they do in a served model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+REWRITE = "rewrite"
+GATHER_ONLY = "gather only"
+EQUAL_OR_REFUSED = "equal or refused"
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank's view of the groups.
+
+    ``row`` and ``column`` are the two groups of a two-level exchange: the ranks are
+    laid out as a grid of ``world_size // 2`` rows of two; they are given as (name, rank
+    within, size).
+    """
+
+    rank: int
+    world_size: int
+    group_name: str
+    heads_per_rank: int
+    group: ProcessGroup | None = field(default=None, compare=False)
+    row: tuple[str, int, int] = ("", 0, 1)
+    column: tuple[str, int, int] = ("", 0, 1)
+
+    @property
+    def heads(self) -> int:
+        return self.world_size * self.heads_per_rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe with what is needed to run and judge it.
+
+    ``result`` says what the recipe returns of the merged output and global LSE: a key
+    of ``inputs.RESULTS``, or None where no dense value is expected. ``inputs`` is a key
+    of ``inputs.INPUTS``. ``deviates`` marks a near miss whose value must be far from
+    the dense merge; ``lowers_precision`` one that is only less exact; ``world_sizes``
+    the group sizes that the recipe can run with; ``unbacked`` is False where torch
+    itself cannot trace the spelling with an unbacked token count.
+    """
+
+    id: str
+    family: str
+    fn: Callable[..., Tensor | tuple[Tensor, ...]]
+    inputs: str
+    result: str | None
+    expect: str = REWRITE
+    note: str = ""
+    token_multiple_of_ranks: bool = False
+    unbacked: bool = True
+    deviates: bool = False
+    lowers_precision: bool = False
+    grid: bool = False
+    traceable: bool = True
+    world_sizes: tuple[int, ...] = (2, 4)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+    def num_tokens(self, tokens: int, world_size: int) -> int:
+        return tokens * world_size if self.token_multiple_of_ranks else tokens
+
+
+class Registry:
+    """The cases by id, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, Case] = {}
+
+    def add(
+        self,
+        case_id: str,
+        family: str,
+        fn: Callable,
+        inputs: str = "ol",
+        result: str | None = "HS",
+        **attributes,
+    ) -> None:
+        if case_id in self._cases:
+            raise ValueError(f"case {case_id} is registered twice")
+        self._cases[case_id] = Case(case_id, family, fn, inputs, result, **attributes)
+
+    def case(
+        self, case_id: str, family: str, inputs: str = "ol", result="HS", **attributes
+    ):
+        """Decorator form of :meth:`add`."""
+
+        def register(fn: Callable) -> Callable:
+            self.add(case_id, family, fn, inputs, result, **attributes)
+            return fn
+
+        return register
+
+    def __iter__(self) -> Iterator[Case]:
+        return iter(self._cases.values())
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __getitem__(self, case_id: str) -> Case:
+        return self._cases[case_id]
+
+
+REGISTRY = Registry()
+add = REGISTRY.add
+case = REGISTRY.case

@@ -1,0 +1,192 @@
+"""The graph of a recipe exactly as Inductor hands it to ``post_grad_custom_pre_pass``.
+
+The recipe goes through ``torch.compile(fullgraph=True)`` and Inductor's own front half;
+the hook keeps the graph and unwinds, so that no code is generated. Graphs are kept
+serialised, and on disk too: a survey traces each of thousands once per change of its
+recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler, Options
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from .cases import Case, Context
+from .fabric import fake_rank, group_ranks
+from .inputs import INPUTS, Geometry, Input, make_problem
+
+STATIC, DYNAMIC, UNBACKED = FORMS = ("static", "dynamic", "unbacked")
+CACHE = Path(__file__).parent / ".traces"
+
+
+class _Captured(BaseException):
+    """Unwinds a compilation whose graph has been seen; no user error, so no Exception."""
+
+
+class _CapturePass(CustomInferenceAwareGraphPass):
+    graph_module: torch.fx.GraphModule | None = None
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
+        self.graph_module = graph.owning_module
+        raise _Captured
+
+    def uuid(self) -> None:
+        return None
+
+
+@dataclass
+class Traced:
+    """One rank's captured graph.
+
+    ``bindings`` gives for each placeholder the index of the input it takes, or None for
+    a symbolic size; ``groups`` the global ranks behind each group name in the graph.
+    """
+
+    pickled: bytes
+    bindings: list[int | None]
+    groups: dict[str, tuple[int, ...]]
+    rank: int
+    world_size: int
+    form: str
+
+    def graph_module(self) -> torch.fx.GraphModule:
+        """A fresh copy of the graph, with fake values in ``meta['val']``."""
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        return GraphPickler.loads(self.pickled, mode)
+
+    @cached_property
+    def original(self) -> torch.fx.GraphModule:
+        """A copy to look at and run, never to change."""
+        return self.graph_module()
+
+
+def mark(inputs: list[Input], form: str) -> None:
+    """Mark the token dim of every input as ``form`` asks."""
+    for item in inputs:
+        if item.token_dim is None:
+            continue
+        if form == UNBACKED:
+            torch._dynamo.decorators.mark_unbacked(
+                item.tensor, item.token_dim, shape_id="tokens"
+            )
+        elif form == DYNAMIC and item.tensor.shape[item.token_dim] > 1:
+            torch._dynamo.mark_dynamic(item.tensor, item.token_dim)
+
+
+def trace(
+    fn: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: list[Input],
+    context: Context,
+    form: str = STATIC,
+) -> Traced:
+    """Capture the graph of ``fn(*tensors)`` on the live fake rank of ``context``.
+
+    A token count of 1 is static whatever ``form`` DYNAMIC says, as it is in torch
+    itself.
+    """
+    tensors = [item.tensor for item in inputs]
+    mark(inputs, form)
+    capture = _CapturePass()
+    bindings: list[int | None] = []
+
+    def backend(graph_module, example_inputs):
+        for example in example_inputs:
+            index = [i for i, x in enumerate(tensors) if x is example]
+            bindings.append(index[0] if index else None)
+        return compile_fx(graph_module, example_inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        fn, backend=backend, fullgraph=True, dynamic=False if form == STATIC else None
+    )
+    with (
+        torch.no_grad(),
+        inductor_config.patch(
+            post_grad_custom_pre_pass=capture, force_disable_caches=True
+        ),
+    ):
+        try:
+            compiled(*tensors)
+        except _Captured:
+            pass
+        finally:
+            torch._dynamo.reset()
+    if capture.graph_module is None:
+        raise RuntimeError("expected Inductor to call the post-grad hook, it never did")
+    pickled = GraphPickler.dumps(capture.graph_module, Options(ops_filter=None))
+    return Traced(
+        pickled, bindings, group_ranks(context), context.rank, context.world_size, form
+    )
+
+
+def case_geometry(
+    case: Case, world_size: int, tokens: int, dtype: torch.dtype
+) -> Geometry:
+    return Geometry(world_size, case.num_tokens(tokens, world_size), dtype)
+
+
+def _source_digest(case: Case) -> str:
+    fn = case.fn
+    while isinstance(fn, partial):
+        fn = fn.func
+    here = Path(__file__).parent
+    names = [
+        "inputs.py",
+        "spelling.py",
+        "combining.py",
+        "tracing.py",
+        "fabric.py",
+        "cases.py",
+    ]
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in [Path(inspect.getfile(fn)), *(here / name for name in names)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def trace_case(
+    case: Case,
+    rank: int,
+    world_size: int,
+    *,
+    tokens: int = 3,
+    form: str = STATIC,
+    dtype: torch.dtype = torch.float32,
+    cache: bool = True,
+) -> Traced:
+    """Graph of a case on one rank, from the disk cache where its source has not
+    changed.
+    """
+    name = f"{case.id}-n{world_size}r{rank}-t{tokens}-{form}-{str(dtype)[6:]}"
+    path = CACHE / (name.replace("/", "_").replace(" ", "_") + ".pkl")
+    digest = _source_digest(case)
+    if cache and path.exists():
+        stored_digest, traced = pickle.loads(path.read_bytes())
+        if stored_digest == digest:
+            return traced
+    geometry = case_geometry(case, world_size, tokens, dtype)
+    inputs = INPUTS[case.inputs](make_problem(geometry), rank)
+    with fake_rank(
+        rank, world_size, geometry.heads_per_rank, grid=case.grid
+    ) as context:
+        traced = trace(
+            lambda *tensors: case.fn(context, *tensors), inputs, context, form
+        )
+    if cache:
+        CACHE.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps((digest, traced)))
+    return traced
