@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_inductor import config, launch_ops
+from dcp_inductor import config, launch_ops, votes
 from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import (
     DCPError,
@@ -27,7 +27,6 @@ from dcp_inductor.errors import (
     DCPTimeoutError,
     FaultRecord,
 )
-from dcp_inductor import votes
 from dcp_inductor.runtime import layout, shm
 from dcp_inductor.runtime.process import Process
 from dcp_inductor.runtime.signature import Signature, describe
@@ -222,6 +221,8 @@ class Workspace:
                 now = time.monotonic()
                 self._look_for_lost_peers(op, site, now - start)
                 if site and now >= votes_at:
+                    # A graph from the cache was not compiled here: no vote was cast.
+                    votes.post(self.group_name, site, votes.ACCEPTED)
                     votes.check(self.group_name, site, votes.ACCEPTED)
                     votes_at = now + VOTES_AFTER_S
                 if now - start >= config.timeout_s:

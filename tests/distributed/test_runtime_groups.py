@@ -1,0 +1,481 @@
+"""Groups, capacity, votes and knobs of the CPU runtime, with real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dcp_inductor import config, extension, ops, reference
+from dcp_inductor.runtime import bootstrap, process, registry, shm, ubatch
+from tests.support import fallbacks, group_name, world
+
+TOKEN = torch.empty(0)
+
+
+def combine(name: str, rank: int, size: int, tokens: int = 3, seed: int = 0) -> Tensor:
+    """One combine over heads, checked; returns the result."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(size, tokens, 2 * size, 16, generator=generator)
+    lses = torch.randn(size, tokens, 2 * size, generator=generator)
+    got = ops.a2a_lse_reduce(outputs[rank], lses[rank], TOKEN, name)[0]
+    exact = reference.merge(outputs, lses)[0].chunk(size, 1)[rank]
+    torch.testing.assert_close(got, exact, atol=1e-5, rtol=1e-5)
+    return got
+
+
+def gather(name: str, rank: int, size: int, tokens: int = 3) -> None:
+    """One query gather, checked."""
+    rows = torch.arange(tokens * 4, dtype=torch.float32).view(tokens, 1, 4)
+    got = ops.q_gather(rows + 100 * rank, TOKEN, name)[0]
+    assert torch.equal(got, torch.cat([rows + 100 * r for r in range(size)], 1))
+
+
+def epoch(name: str) -> int:
+    workspace = registry.workspace_for(name)
+    assert not isinstance(workspace, registry.Refusal), workspace
+    return workspace.epoch
+
+
+def fresh_group(world_size: int) -> dist.ProcessGroup:
+    """A group of all ranks with no history."""
+    return dist.new_group(list(range(world_size)))
+
+
+class Log(logging.Handler):
+    """Messages of dcp_inductor at warning level and above, while it is in use."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> Log:
+        logging.getLogger("dcp_inductor").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("dcp_inductor").removeHandler(self)
+
+
+# --- groups ------------------------------------------------------------------------
+
+
+def several_groups(rank: int, size: int) -> None:
+    everyone = dist.group.WORLD.group_name
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([3, 0])]
+    mine = [g for g in pairs if dist.get_rank(g) >= 0]
+    for seed in range(4):
+        for group in mine:
+            own = group.rank()
+            combine(group.group_name, own, 2, seed=seed)
+            gather(group.group_name, own, 2)
+        combine(everyone, rank, size, seed=seed)
+    for group in mine:
+        assert epoch(group.group_name) >= 8
+    assert not fallbacks()
+
+
+def test_sub_groups_and_the_world_take_turns() -> None:
+    world(4).run(several_groups)
+
+
+def groups_again(rank: int, size: int) -> None:
+    seen = set()
+    for _ in range(3):
+        group = fresh_group(size)
+        for seed in range(3):
+            combine(group.group_name, rank, size, seed=seed)
+        assert epoch(group.group_name) < 20
+        seen.add(group.group_name)
+        dist.destroy_process_group(group)
+    del group
+
+
+def test_groups_that_are_destroyed_and_made_again_start_anew() -> None:
+    world(2).run(groups_again)
+
+
+def world_again(rank: int, size: int, path: str) -> None:
+    # A store that outlives the world: keys of the first time are still in it.
+    store = dist.FileStore(path, size)
+    old = dist.group.WORLD.group_name
+    combine(old, rank, size)
+    dist.destroy_process_group()
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        combine(dist.group.WORLD.group_name, rank, size)
+        assert epoch(dist.group.WORLD.group_name) < 20
+        dist.barrier()
+        dist.destroy_process_group()
+        path += "-next"
+        store = dist.FileStore(path, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def test_a_world_that_is_set_up_again_works(tmp_path: Path) -> None:
+    world(2).run(world_again, str(tmp_path / "store"))
+
+
+def stale_keys(rank: int, size: int) -> None:
+    group = fresh_group(size)
+    name = group.group_name
+    combine(name, rank, size)
+    registry.close(group)  # the store keeps every key of the first set-up
+    dist.barrier()
+    combine(name, rank, size)
+    registry.close(group)
+    if rank == 0:
+        time.sleep(0.2)  # the others meet yesterday's offer first
+    combine(name, rank, size)
+    assert not fallbacks()
+
+
+def test_a_store_full_of_old_keys_does_not_mislead_the_set_up() -> None:
+    world(2).run(stale_keys)
+
+
+# --- micro-batches ---------------------------------------------------------------
+
+
+def micro_batches(rank: int, size: int) -> None:
+    group = fresh_group(size)
+    name = group.group_name
+    errors = []
+
+    def work(index: int) -> None:
+        try:
+            with ubatch.ubatch(index):
+                for step in range(30):
+                    time.sleep(0.001 * ((step + rank + index) % 3))
+                    combine(name, rank, size, seed=step + 100 * index)
+        except BaseException as error:
+            errors.append(error)
+
+    with config.patch(num_ubatches=2):
+        combine(name, rank, size)
+        threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors
+    with ubatch.ubatch(2), pytest.raises(ValueError, match="below 2, which group"):
+        combine(name, rank, size)
+    assert not fallbacks()
+
+
+def test_micro_batches_on_threads_do_not_disturb_each_other() -> None:
+    world(2).run(micro_batches)
+
+
+# --- capacity ----------------------------------------------------------------------
+
+
+def beyond_capacity(rank: int, size: int) -> None:
+    name = fresh_group(size).group_name
+    before = fallbacks().get("fallback.rows", 0)
+    with config.patch(max_tokens=16), Log() as told:
+        for tokens in (1, 15, 16, 17, 64, 16):
+            combine(name, rank, size, tokens=tokens)
+            gather(name, rank, size, tokens=tokens)
+        for step in range(10):
+            time.sleep(0.002 * ((step + rank) % 2))
+            combine(name, rank, size, tokens=16, seed=step)
+            gather(name, rank, size, tokens=16)
+        assert fallbacks()["fallback.rows"] - before == 4
+        with pytest.raises(RuntimeError, match="17 rows are more than the 16"):
+            with config.patch(direct_combine="force"):
+                combine(name, rank, size, tokens=17)
+        combine(name, rank, size, tokens=16)
+    assert len(told.messages) == (2 if rank == 0 else 0), told.messages
+
+
+def test_rows_beyond_capacity_take_the_collectives_on_all_ranks() -> None:
+    world(2).run(beyond_capacity)
+
+
+def no_rows(rank: int, size: int) -> None:
+    name = group_name()
+    combine(name, rank, size)
+    before = epoch(name)
+    empty = torch.empty(0, 4, 8)
+    output, lse, _ = ops.a2a_lse_reduce(
+        empty, torch.empty(0, 4), TOKEN, name, return_lse=True
+    )
+    assert output.shape == (0, 4 // size, 8)
+    assert lse.shape == (0, 4 // size)
+    assert ops.q_gather(empty, TOKEN, name)[0].shape == (0, 4 * size, 8)
+    assert ops.kv_gather(empty, TOKEN, name)[0].shape == (0, 4, 8)
+    assert epoch(name) == before
+    combine(name, rank, size)
+
+
+def test_no_rows_means_no_exchange() -> None:
+    world(2).run(no_rows)
+
+
+# --- votes: if one rank cannot, none does ---------------------------------------------
+
+
+def one_cannot(rank: int, size: int, how: str, code: str, pattern: str) -> None:
+    import re
+
+    group = fresh_group(size)
+    name = group.group_name
+    before = fallbacks().get(f"fallback.{code}", 0)
+    here = process.current()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    created = mock.Mock(side_effect=AssertionError("memory before the hosts are known"))
+    patches = {
+        "build": mock.patch.object(
+            extension, "load_extension", return_value="no C++ compiler found"
+        ),
+        "hosts": mock.patch.object(
+            process,
+            "current",
+            return_value=dataclasses.replace(here, hostname="elsewhere"),
+        ),
+        "allocation": mock.patch.object(shm, "create", side_effect=full),
+        "mapping": mock.patch.object(shm, "attach", side_effect=full),
+    }
+    with Log() as told:
+        if how == "hosts":
+            mock.patch.object(shm, "create", created).start()
+        if rank == size - 1:
+            patches[how].start()
+        try:
+            for step in range(20):
+                combine(name, rank, size, seed=step)
+        finally:
+            mock.patch.stopall()
+    assert fallbacks()[f"fallback.{code}"] - before == 20
+    with config.patch(direct_combine="force"):
+        with pytest.raises(RuntimeError, match=pattern):
+            combine(name, rank, size)
+    assert len(told.messages) == (1 if rank == 0 else 0), told.messages
+    assert all(re.search(pattern, message) for message in told.messages)
+    assert not created.called
+    # The refusal is of this group; once its cause is gone, all may vote again.
+    registry.recover(group)
+    combine(name, rank, size)
+    assert epoch(name) > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "pattern"),
+    [
+        ("build", "build", r"rank 1: no C\+\+ compiler found"),
+        ("hosts", "hosts", r"rank 1 has hostname elsewhere, rank 0 has \S+; shared"),
+        ("allocation", "allocation", r"rank 1: cannot create .* No space left"),
+        ("mapping", "allocation", r"rank 1: cannot map the segment of rank 0: .*space"),
+    ],
+)
+def test_if_one_rank_cannot_none_does(how: str, code: str, pattern: str) -> None:
+    world(2).run(one_cannot, how, code, pattern)
+
+
+def arena_cannot(rank: int, size: int, what: str) -> None:
+    name = fresh_group(size).group_name
+    gather(name, rank, size)  # a small arena, which stays in use
+    before = fallbacks().get("fallback.allocation", 0)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with Log() as told:
+        patch = mock.patch.object(shm, what, side_effect=full)
+        if rank == 0:
+            patch.start()
+        big = torch.full((2, 1, 4096), 1.0 + rank)
+        try:
+            for _ in range(3):
+                got = ops.q_gather(big, TOKEN, name)[0]
+                assert torch.equal(got[:, 1], torch.full((2, 4096), 2.0))
+        finally:
+            mock.patch.stopall()
+    gather(name, rank, size)
+    assert fallbacks()["fallback.allocation"] - before == 3
+    assert len(told.messages) == (1 if rank == 0 else 0), told.messages
+    assert all("rank 0: cannot" in message for message in told.messages)
+
+
+@pytest.mark.parametrize("what", ["create", "attach"])
+def test_an_arena_that_one_rank_cannot_have_is_refused_by_all(what: str) -> None:
+    world(2).run(arena_cannot, what)
+
+
+def test_facts_decide_alike_for_all() -> None:
+    fact = {
+        **process.current().as_dict(),
+        "protocol": 1,
+        "num_ubatches": 1,
+        "refusal": None,
+    }
+    assert bootstrap.decide([fact, dict(fact)]) is None
+    for key, value in (
+        ("boot_id", "another"),
+        ("uid", -1),
+        ("protocol", 2),
+        ("num_ubatches", 5),
+    ):
+        refusal = bootstrap.decide([fact, {**fact, key: value}])
+        assert refusal is not None
+        assert refusal.detail.startswith(f"rank 1 has {key} {value}")
+
+
+# --- knobs and modes -------------------------------------------------------------
+
+
+def knobs(rank: int, size: int) -> None:
+    name = fresh_group(size).group_name
+    combine(name, rank, size)
+    gather(name, rank, size)
+    before = epoch(name)
+    with config.patch(
+        direct_combine="disable",
+        direct_query_gather="disable",
+        direct_kv_gather="disable",
+    ):
+        combine(name, rank, size)
+        gather(name, rank, size)
+        rows = torch.ones(2, 3)
+        assert ops.kv_gather(rows, TOKEN, name)[0].shape == (2 * size, 3)
+    assert epoch(name) == before
+    with config.patch(direct_combine="force", direct_query_gather="force"):
+        combine(name, rank, size)
+        gather(name, rank, size)
+        doubles = torch.zeros(1, size, 4, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="expected partial_output of float32"):
+            ops.a2a_lse_reduce(doubles, doubles[..., 0], TOKEN, name)
+    assert epoch(name) == before + 3  # a refusal is agreed on like an exchange
+
+
+def test_force_and_disable() -> None:
+    world(2).run(knobs)
+
+
+def other_dtypes(rank: int, size: int) -> None:
+    name = fresh_group(size).group_name
+    before = fallbacks().get("fallback.dtype", 0)
+    generator = torch.Generator().manual_seed(3)
+    outputs = torch.randn(size, 2, size, 8, generator=generator, dtype=torch.float64)
+    lses = torch.randn(size, 2, size, generator=generator, dtype=torch.float64)
+    got = ops.a2a_lse_reduce(outputs[rank], lses[rank], TOKEN, name)[0]
+    exact = reference.merge(outputs, lses)[0].chunk(size, 1)[rank]
+    torch.testing.assert_close(got, exact, atol=1e-12, rtol=1e-12)
+    assert fallbacks()["fallback.dtype"] == before + 1
+
+
+def test_partials_in_fp64_stay_in_fp64() -> None:
+    world(2).run(other_dtypes)
+
+
+def modes(rank: int, size: int) -> None:
+    name = group_name()
+    plain = combine(name, rank, size)
+    with torch.inference_mode():
+        assert torch.equal(combine(name, rank, size), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(combine(name, rank, size), plain)
+        with config.patch(direct_combine="disable"):
+            assert combine(name, rank, size).dtype == plain.dtype
+    x = torch.ones(1, 2 * size, 4, requires_grad=True)
+    lse = torch.zeros(1, 2 * size)
+    for call in (
+        lambda: ops.q_gather(x, TOKEN, name),
+        lambda: ops.kv_gather(x, TOKEN, name),
+        lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name),
+        lambda: ops.a2a_lse_reduce(x.detach(), x[..., 0], TOKEN, name),
+    ):
+        with pytest.raises(RuntimeError, match="no backward"):
+            call()
+    with torch.no_grad():
+        assert ops.q_gather(x, TOKEN, name)[0].requires_grad is False
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(combine(name, rank, size), plain)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def test_modes_change_nothing_and_gradients_are_refused() -> None:
+    world(2).run(modes)
+
+
+def bad_arguments(rank: int, size: int) -> None:
+    name = group_name()
+    x, lse = torch.zeros(2, 2 * size, 4), torch.zeros(2, 2 * size)
+    for call, message in (
+        (lambda: ops.q_gather(x[0], TOKEN, name), r"expected query \[T, h, D\], got 2"),
+        (lambda: ops.q_gather(x, TOKEN, name, padded_heads=1), "expected padded_heads"),
+        (lambda: ops.kv_gather(x[0, 0, 0], TOKEN, name), "got 0 dims"),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, scatter="head"),
+            "expected scatter in",
+        ),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, split_sizes=[1]),
+            "one per rank",
+        ),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, seq_lens=torch.ones(1)),
+            "both of seq_lens and query_start_loc",
+        ),
+        (lambda: ops.q_gather(x, TOKEN, "nobody"), "name of a live process group"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(RuntimeError, match="equal T in partial_output"):
+        ops.a2a_lse_reduce(x, lse[:1], TOKEN, name)
+    combine(name, rank, size)
+
+
+def test_bad_arguments_say_what_was_expected() -> None:
+    world(2).run(bad_arguments)
+
+
+def nothing_left(rank: int, size: int) -> list[str]:
+    combine(fresh_group(size).group_name, rank, size)
+    return [path.name for path in shm.DIRECTORY.glob("dcp_inductor-*")]
+
+
+def test_segments_are_unlinked_once_they_are_mapped() -> None:
+    pids = {str(process_.pid) for process_ in world(2).processes}
+    for names in world(2).run(nothing_left):
+        assert not [name for name in names if name.split("-")[3] in pids]
+
+
+def forked(rank: int, size: int) -> None:
+    name = group_name()
+    combine(name, rank, size)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            combine(name, rank, size)
+            text = "no error"
+        except BaseException as error:
+            text = str(error)
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    said = os.read(read, 4096).decode()
+    os.close(read)
+    os.waitpid(child, 0)
+    assert "create the process group after forking" in said, said
+    combine(name, rank, size)
+
+
+def test_a_fork_cannot_use_its_parents_workspace() -> None:
+    world(2).run(forked)
