@@ -1,0 +1,193 @@
+"""Knobs: precedence, checked values, threads, and the table in the README."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from dcp_inductor import config
+
+# One value that each knob takes and that is not its default, as text and as a value.
+OTHER = {
+    "enable": ("0", False),
+    "direct_combine": ("disable", "disable"),
+    "direct_query_gather": ("force", "force"),
+    "direct_kv_gather": ("disable", "disable"),
+    "max_tokens": ("32", 32),
+    "timeout_s": ("7.5", 7.5),
+    "num_ubatches": ("2", 2),
+}
+WRONG = {
+    "enable": ("yes", 1),
+    "direct_combine": ("on", True),
+    "direct_query_gather": ("Auto", "off"),
+    "direct_kv_gather": ("1", None),
+    "max_tokens": ("0", 2.5),
+    "timeout_s": ("nan", float("inf")),
+    "num_ubatches": ("two", -1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """Put every knob back, for all threads."""
+    before = config.snapshot()
+    yield
+    for name, value in before.items():
+        setattr(config, name, value)
+
+
+def in_process(code: str, **variables: str) -> str:
+    """What a fresh process prints or, where it fails, the last line of its error."""
+    environment = os.environ | {env(name): text for name, text in variables.items()}
+    run = subprocess.run(
+        [sys.executable, "-c", f"from dcp_inductor import config\n{code}"],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return run.stdout.strip() if run.returncode == 0 else run.stderr.splitlines()[-1]
+
+
+def env(name: str) -> str:
+    return f"DCP_INDUCTOR_{name.upper()}"
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_every_knob_is_covered_here() -> None:
+    assert set(OTHER) == set(WRONG) == set(config.names())
+
+
+def test_environment_beats_default_and_assignment_beats_environment() -> None:
+    texts = {name: text for name, (text, _) in OTHER.items()}
+    code = (
+        "print(config.snapshot())\n"
+        "config.max_tokens = 8\n"
+        "with config.patch(timeout_s=1): print(config.max_tokens, config.timeout_s)\n"
+        "with config.patch(max_tokens=5), config.arguments({'max_tokens': 3}):\n"
+        "    print(config.max_tokens)\n"
+        "print(config.max_tokens, config.timeout_s)"
+    )
+    printed = in_process(code, **texts).splitlines()
+    assert printed == [
+        str({name: value for name, (_, value) in OTHER.items()}),
+        "8 1.0",
+        "3",
+        "8 7.5",
+    ]
+
+
+def test_a_wrong_variable_stops_the_import() -> None:
+    message = in_process("", max_tokens="0", timeout_s="")  # empty counts as unset
+    assert message == (
+        "ValueError: DCP_INDUCTOR_MAX_TOKENS: expected a positive integer, got 0"
+    )
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_wrong_variable_is_an_error_that_names_it(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{env(name)}: expected .*, got "):
+        config._parse(name, WRONG[name][0])
+    text, value = OTHER[name]
+    assert config._parse(name, text) == value
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_wrong_value_is_refused_and_changes_nothing(name: str) -> None:
+    before = config.snapshot()
+    value = WRONG[name][1]
+    with pytest.raises(ValueError, match=rf"config\.{name}: expected .*got "):
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match="expected"), config.patch({name: value}):
+        pass
+    # The good change that comes first must not stay behind.
+    good = "max_tokens" if name != "max_tokens" else "num_ubatches"
+    changes = {good: 99, name: value}
+    with pytest.raises(ValueError, match="expected"), config.patch(changes):
+        pass
+    assert config.snapshot() == before
+
+
+def test_an_unknown_knob_names_its_neighbours() -> None:
+    expected = "config.max_token does not exist: did you mean max_tokens?"
+    with pytest.raises(AttributeError, match=re.escape(expected)):
+        config.max_token = 4
+    with pytest.raises(AttributeError, match=re.escape(expected)):
+        _ = config.max_token
+    with pytest.raises(AttributeError, match="did you mean"), config.patch(max_token=1):
+        pass
+    with pytest.raises(AttributeError, match="the knobs are enable, "):
+        config.zzz = 4
+    assert not hasattr(config, "max_token")
+
+
+def test_a_number_becomes_the_type_of_its_knob() -> None:
+    config.timeout_s = 3
+    assert isinstance(config.timeout_s, float)
+
+
+def test_an_assignment_holds_in_every_thread() -> None:
+    config.max_tokens = 17
+    assert in_thread(lambda: config.max_tokens) == 17
+    assert in_thread(lambda: config.get_hash()) == config.get_hash()
+
+
+def test_arguments_hold_in_their_own_thread_and_nest() -> None:
+    with config.arguments({"max_tokens": 1}):
+        with config.arguments({"timeout_s": 2.0}):
+            assert (config.max_tokens, config.timeout_s) == (1, 2.0)
+        assert in_thread(lambda: config.max_tokens) == 256
+        config.max_tokens = 5
+        assert config.max_tokens == 1
+    assert config.max_tokens == 5
+
+
+def test_patch_restores_what_was_there_and_not_an_argument() -> None:
+    with config.arguments({"max_tokens": 1}), config.patch(max_tokens=2):
+        pass
+    assert config.max_tokens == 256
+
+    @config.patch(max_tokens=3)
+    def decorated() -> int:
+        return config.max_tokens
+
+    assert (decorated(), config.max_tokens) == (3, 256)
+    with mock.patch.object(config, "max_tokens", 4):
+        assert config.max_tokens == 4
+    assert config.max_tokens == 256
+
+
+@pytest.mark.parametrize("name", list(OTHER))
+def test_the_hash_follows_every_knob_wherever_it_is_set(name: str) -> None:
+    value = OTHER[name][1]
+    before = config.get_hash()
+    with config.patch(name, value):
+        patched = config.get_hash()
+    with config.arguments({name: value}):
+        assert config.get_hash() == patched
+    setattr(config, name, value)
+    assert before != patched == config.get_hash()
+
+
+def test_the_readme_lists_every_knob_with_its_default(root: Path) -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(.+?)` \| `(\w+)` \|", (root / "README.md").read_text(), re.M
+    )
+    expected = [
+        (n, repr(config.default(n)), config.env_name(n)) for n in config.names()
+    ]
+    assert rows == expected
