@@ -1,0 +1,44 @@
+// Host entry points of the kernels. No torch; errors are CUDA's.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "params.h"
+
+namespace dcp {
+
+enum class CombineKernel : int32_t { kLamport = 0, kTiled = 1 };
+
+// `share`: how many such launches must be able to run on this GPU at the same time (ranks that
+// share it, micro-batches). Zero in the others means "choose".
+struct CombineLaunch {
+  CombineKernel kernel = CombineKernel::kLamport;
+  Dtype payload = Dtype::kBFloat16;
+  uint32_t share = 1;
+  uint32_t warps_per_block = 0;
+  uint32_t chunks_per_lane = 0;
+  uint32_t max_blocks = 0;
+};
+
+// Fills the geometry that follows from head_dim, payload dtype and chunks_per_lane.
+void plan_combine(CombineParams& params, CombineLaunch& launch);
+cudaError_t launch_a2a_lse_reduce(const CombineParams& params, const CombineLaunch& launch,
+                                  cudaStream_t stream);
+
+enum class GatherKernel : int32_t { kPackets = 0, kSlices = 1 };
+
+struct GatherLaunch {
+  GatherKernel kernel = GatherKernel::kSlices;
+  uint32_t share = 1;
+  uint32_t max_blocks = 0;
+};
+
+void plan_slices(GatherParams& params);
+cudaError_t launch_gather(const GatherParams& params, const GatherLaunch& launch,
+                          cudaStream_t stream);
+
+// Blocks of `kernel` that fit on the current device at once, divided by `share`.
+cudaError_t resident_blocks(const void* kernel, uint32_t threads, uint32_t share,
+                            uint32_t* blocks);
+
+}  // namespace dcp

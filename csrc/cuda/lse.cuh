@@ -1,0 +1,80 @@
+// Merge math: log-sum-exp inputs, row masks, weights.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "params.h"
+#include "ptx.cuh"
+
+namespace dcp {
+
+constexpr float kEmptyLse = -__builtin_inff();
+
+// An LSE of any float dtype as fp32; NaN and +inf mean "empty shard", as in the field.
+__device__ __forceinline__ float load_lse(const void* base, Dtype dtype, int64_t index) {
+  float value;
+  switch (dtype) {
+    case Dtype::kFloat32: value = static_cast<const float*>(base)[index]; break;
+    case Dtype::kFloat16: value = __half2float(static_cast<const __half*>(base)[index]); break;
+    case Dtype::kBFloat16:
+      value = __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
+      break;
+    default: value = static_cast<float>(static_cast<const double*>(base)[index]); break;
+  }
+  return value < __builtin_inff() ? value : kEmptyLse;
+}
+
+// Whether token `t` has no local KV or is padding. The warp answers together: a guess for the
+// common one-token-per-request batch, then a 32-way search (two steps up to 1024 requests).
+__device__ __forceinline__ bool token_is_empty(const CombineParams& p, uint32_t t) {
+  const int32_t* starts = p.query_start_loc;
+  const int32_t token = static_cast<int32_t>(t);
+  const uint32_t lane = threadIdx.x % 32;
+  if (t < p.num_requests) {
+    const int32_t first = starts[t], last = starts[t + 1], length = p.seq_lens[t];
+    if (first <= token && token < last) return length <= 0;
+  }
+  uint32_t low = 0, count = p.num_requests;  // requests [low, low + count) may end after t
+  while (count > 0) {
+    const uint32_t step = (count + 31) / 32;
+    const uint32_t offset = lane * step;
+    const bool ended = offset < count && starts[low + offset + 1] <= token;
+    const uint32_t num_ended = __popc(__ballot_sync(kFullWarp, ended));
+    if (num_ended == 0) break;
+    const uint32_t skipped = (num_ended - 1) * step + 1;
+    low += skipped;
+    count = min(step - 1, count - skipped);
+  }
+  return low >= p.num_requests || p.seq_lens[low] <= 0;
+}
+
+// Softmax weights over the ranks from each lane's LSE (lane s: rank s; others kEmptyLse). Sums in
+// rank order, so every warp of every rank gets the same bits.
+template <int kRanks>
+struct MergeWeights {
+  float weight[kRanks];
+  float lse;  // merged, in the base of the input; valid in lanes below kRanks
+
+  __device__ __forceinline__ void compute(float own_lse, float log2_base) {
+    float highest = own_lse;
+#pragma unroll
+    for (int offset = kRanks / 2; offset > 0; offset /= 2) {
+      highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, offset));
+    }
+    const float e =
+        own_lse == kEmptyLse ? 0.0f : exp2_approx((own_lse - highest) * log2_base);
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < kRanks; ++s) {
+      weight[s] = __shfl_sync(kFullWarp, e, s);
+      sum += weight[s];
+    }
+    const float scale = sum > 0.0f ? __frcp_rn(sum) : 0.0f;
+#pragma unroll
+    for (int s = 0; s < kRanks; ++s) weight[s] *= scale;
+    lse = sum > 0.0f ? highest + log2f(sum) / log2_base : kEmptyLse;
+  }
+};
+
+}  // namespace dcp

@@ -1,0 +1,153 @@
+// PTX wrappers, named by what they guarantee. No other file holds inline assembly.
+//
+// Scopes: `sys` reaches peer GPUs, `gpu` this one. `relaxed` accesses are atomic per element and
+// order nothing; a vector access is atomic per element only, so readers check every element.
+#pragma once
+
+#include <cstdint>
+
+namespace dcp {
+
+constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
+
+// Waits for the grids this launch depends on, when it was launched with programmatic
+// serialisation; otherwise does nothing. Must precede every read of memory they write.
+__device__ __forceinline__ void grid_dependency_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ uint4 ld_relaxed_sys_v4(const void* address) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void st_relaxed_sys_v4(void* address, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w));
+}
+
+// Two 64-bit elements, each of them atomic.
+__device__ __forceinline__ ulonglong2 ld_relaxed_sys_v2(const void* address) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(v.x), "=l"(v.y)
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void st_relaxed_sys_v2(void* address, ulonglong2 v) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(v.x),
+               "l"(v.y));
+}
+
+__device__ __forceinline__ uint64_t ld_relaxed_sys_u64(const void* address) {
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void st_relaxed_sys_u64(void* address, uint64_t v) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v));
+}
+
+__device__ __forceinline__ void st_relaxed_sys_u32(void* address, uint32_t v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v));
+}
+
+__device__ __forceinline__ uint64_t ld_acquire_sys_u64(const void* address) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(address) : "memory");
+  return v;
+}
+
+// Everything this thread did or observed before is visible to whoever acquires the value.
+__device__ __forceinline__ void st_release_sys_u64(void* address, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_release_sys_u32(void* address, uint32_t v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ uint2 ld_relaxed_gpu_v2(const void* address) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t ld_relaxed_gpu_u32(const void* address) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void st_relaxed_gpu_u32(void* address, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(v));
+}
+
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint32_t v) {
+  uint32_t old;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(v)
+               : "memory");
+  return old;
+}
+
+__device__ __forceinline__ uint32_t atom_cas_relaxed_gpu(uint32_t* address, uint32_t expected,
+                                                         uint32_t desired) {
+  uint32_t old;
+  asm volatile("atom.cas.relaxed.gpu.global.b32 %0, [%1], %2, %3;"
+               : "=r"(old)
+               : "l"(address), "r"(expected), "r"(desired)
+               : "memory");
+  return old;
+}
+
+// Read-only input and streamed payload: one use, so neither is kept in L1.
+__device__ __forceinline__ uint4 ld_stream_v4(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void st_weak_v4(void* address, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// bar.sync for one warp, bar.arrive (which does not block) for the others of `threads`.
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ uint64_t globaltimer_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+__device__ __forceinline__ void sleep_ns(uint32_t ns) {
+  asm volatile("nanosleep.u32 %0;" ::"r"(ns));
+}
+
+// 2^x with subnormal results kept; 2 ulp.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace dcp

@@ -1,0 +1,34 @@
+// How many blocks of a kernel may wait for each other: those that are resident together.
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "launchers.h"
+
+namespace dcp {
+
+cudaError_t resident_blocks(const void* kernel, uint32_t threads, uint32_t share,
+                            uint32_t* blocks) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, const void*, uint32_t>, uint32_t> known;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::make_tuple(device, kernel, threads);
+  auto found = known.find(key);
+  if (found == known.end()) {
+    int per_multiprocessor = 0, multiprocessors = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel,
+                                                          static_cast<int>(threads), 0);
+    if (error != cudaSuccess) return error;
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    found = known.emplace(key, per_multiprocessor * multiprocessors).first;
+  }
+  *blocks = found->second / (share == 0 ? 1 : share);
+  return cudaSuccess;
+}
+
+}  // namespace dcp
