@@ -24,7 +24,7 @@ from dcp_inductor.fx.emit import CannotExpress, Emitter
 from dcp_inductor.fx.legality import judge
 from dcp_inductor.fx.order import insert_guard, thread_token
 from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
-from dcp_inductor.fx.search import Candidate, find_gathers, find_merges
+from dcp_inductor.fx.search import Candidate, find_gathers, find_merges, replaced_collectives
 from dcp_inductor.fx.site import MergeSite, Reject
 from dcp_inductor.fx.summary import describe
 
@@ -132,7 +132,7 @@ class _Run:
     def _rewrite(self, site: Any) -> Reject | None:
         token = self._first_token(site)
         exits = [e.node for e in (site.proof.exits if isinstance(site, MergeSite) else site.exits)]
-        feeding = _feeding(site.region, exits)
+        replaced = replaced_collectives(site.region, exits)
         before = list(self._graph.nodes)
         try:
             if isinstance(site, MergeSite):
@@ -143,7 +143,7 @@ class _Run:
             _undo(self._graph, before)
             return Reject("symbolic_shape", str(error))
         self._moved.update(replacements)
-        self._replaced += feeding
+        self._replaced += replaced
         return None
 
     def _first_token(self, site: Any) -> Node:
@@ -170,21 +170,6 @@ class _Run:
             stable_topological_sort(self._graph)
         if self._replaced:
             check_rewrite(self._graph, self._replaced)
-
-
-def _feeding(region: Any, exits: list[Node]) -> list[Node]:
-    """Collectives of the region that the exits are made of."""
-    issued = {collective.node for collective in region.collectives}
-    stack, seen, found = list(exits), set(exits), []
-    while stack:
-        node = stack.pop()
-        if node in issued:
-            found.append(node)
-        for source in node.all_input_nodes:
-            if source in region.exchanged and source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return found
 
 
 def _undo(graph: Graph, before: list[Node]) -> None:

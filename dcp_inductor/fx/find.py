@@ -8,7 +8,7 @@ proposes cuts by shape alone; what they compute is for ``prove`` to find out.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from dcp_inductor.fx.nodes import (
 _MAX_BACKWARD = 32  # from a collective up to its partial output
 _MAX_STATISTICS = 120  # from the join of output and weights up to the statistics
 _MAX_JOINS = 4
+_MAX_FRONTIER = 16
 _MAX_REGION = 600
 
 
@@ -52,6 +53,26 @@ class Region:
     nodes: tuple[Node, ...]
     collectives: tuple[Collective, ...]
     exchanged: frozenset[Node]  # nodes that depend on a collective of the region
+    upstream: frozenset[Node]  # exchanged nodes that a leaf depends on
+
+    def behind(self, leaf: Node) -> set[Node]:
+        """Nodes that depend on one of the leaves."""
+        found = {leaf}
+        for node in self.nodes:
+            if any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def feeding(self, results: Iterable[Node]) -> set[Node]:
+        """The results and the exchanged nodes that they are made of."""
+        stack = [node for node in results if node in self.exchanged]
+        found = set(stack)
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source in self.exchanged and source not in found:
+                    found.add(source)
+                    stack.append(source)
+        return found
 
     def exits(self) -> list[Node]:
         """Exchanged nodes that something outside of the region uses, in graph order."""
@@ -125,7 +146,26 @@ class GraphIndex:
             push_users(node)
         constants = self._constants_of(members)
         nodes = sorted(members | constants, key=self.order.__getitem__)
-        return Region(leaves, tuple(nodes), tuple(collectives), frozenset(exchanged))
+        return Region(
+            leaves,
+            tuple(nodes),
+            tuple(collectives),
+            frozenset(exchanged),
+            self._ancestors(leaves, exchanged),
+        )
+
+    def _ancestors(self, nodes: tuple[Node, ...], among: set[Node]) -> frozenset[Node]:
+        """Those ``among`` some nodes that the given nodes depend on."""
+        if not among:
+            return frozenset()
+        floor = min(self.order[node] for node in among)
+        stack, seen = list(nodes), set(nodes)
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source not in seen and self.order.get(source, floor) >= floor:
+                    seen.add(source)
+                    stack.append(source)
+        return frozenset(seen & among)
 
     def _constants_of(self, members: set[Node]) -> set[Node]:
         found: set[Node] = set()
@@ -191,18 +231,24 @@ def _same_elements(node: Node) -> list[Node]:
 
 
 def _cuts_of(index: GraphIndex, partial_output: Node, group_name: str) -> Iterator[Cut]:
-    for join, reached in _joins(index, partial_output):
-        side = [
-            source
-            for source in tensor_inputs(join)
-            if source not in reached and source not in index.constants
-        ]
-        yield from _statistics(index, partial_output, reached, side, group_name)
+    given: set[Cut] = set()
+    for reached, side in _joins(index, partial_output):
+        for cut in _statistics(index, partial_output, reached, side, group_name):
+            if cut not in given:
+                given.add(cut)
+                yield cut
 
 
-def _joins(index: GraphIndex, partial_output: Node) -> Iterator[tuple[Node, set[Node]]]:
-    """Nodes where something else first meets what the partial output alone determines."""
+def _joins(
+    index: GraphIndex, partial_output: Node
+) -> Iterator[tuple[set[Node], list[Node]]]:
+    """Where other tensors meet what the partial output leads to.
+
+    Yields, join by join, the nodes reached so far and all that met them: weights may come at
+    one place and the sum to divide by at another.
+    """
     reached = {partial_output}
+    side: list[Node] = []
     queue = [(index.order[user], user) for user in partial_output.users if user in index.order]
     heapq.heapify(queue)
     seen = {node for _, node in queue}
@@ -212,10 +258,11 @@ def _joins(index: GraphIndex, partial_output: Node) -> Iterator[tuple[Node, set[
         plain = is_pure(node) or is_wait(node) or as_collective(node) is not None
         if not plain or is_number(node):
             continue
-        if any(s not in reached and s not in index.constants for s in tensor_inputs(node)):
+        met = [s for s in tensor_inputs(node) if s not in reached and s not in index.constants]
+        if met:
             joins += 1
-            yield node, set(reached)
-            continue
+            side += met
+            yield set(reached), list(side)
         reached.add(node)
         for user in node.users:
             if user not in seen and user in index.order:
@@ -234,7 +281,7 @@ def _statistics(
     shape = shape_key(tensor_val(partial_output).shape)  # type: ignore[union-attr]
     frontier = set(side)
     for _ in range(_MAX_STATISTICS):
-        if not frontier or len(frontier) > 4:
+        if not frontier or len(frontier) > _MAX_FRONTIER:
             return
         if len(frontier) <= 2 and all(_is_statistic(node, shape) for node in frontier):
             ordered = tuple(sorted(frontier, key=index.order.__getitem__))

@@ -1,9 +1,11 @@
 """Run a region of the graph for all ranks at once, on the CPU, with collectives simulated.
 
 The graph is one rank's; the others' differ from it only in own-rank constants (``L[rank]``,
-``x[:, rank * h:(rank + 1) * h]``). A reading says how such a constant is taken for a peer:
-"relative" moves it with the rank, "absolute" keeps it. Peers are run only as far as their
-collectives, since nothing else of theirs reaches this rank.
+``x[:, rank * h:(rank + 1) * h]``). A reading says how such constants are taken for a peer:
+"relative" moves an index with the rank where no other index of the same dim is read, "rotating"
+moves every such index, "exclusive_or" moves it to the partner's partner (butterfly exchanges),
+and "absolute" keeps it. Peers are run only as far as their collectives, since nothing else of
+theirs reaches this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dcp_inductor.fx.collectives import Collective, as_collective, inputs_of, is
 from dcp_inductor.fx.nodes import Symbols, argument, is_number, tensor_val
 
 _aten = torch.ops.aten
-READINGS = ("relative", "absolute", "exclusive_or")
+READINGS = ("relative", "rotating", "absolute", "exclusive_or")
 
 _VIEWS = {_aten.view.default: _aten.reshape.default, _aten._unsafe_view.default: _aten.reshape.default}
 # Contents are undefined: NaN shows when a region depends on them.
@@ -73,8 +75,8 @@ class Lockstep:
             {node: self._leaf(values[r]) for node, values in leaves.items()}
             for r in range(world_size)
         ]
-        # Whether any constant was taken differently for a peer than for this rank.
-        self.read_own_rank = False
+        # Whether any constant may be an own-rank constant, so that the readings differ.
+        self.has_rank_constants = False
 
     def run(self) -> dict[Node, Any]:
         """Run and return this rank's values.
@@ -123,7 +125,7 @@ class Lockstep:
             if peer != self._rank and len(partners) == 1 and self._reading != "absolute":
                 moved = [0] * self._world_size
                 moved[self._shift(partners[0], peer)] = split[partners[0]]
-                self.read_own_rank = True
+                self.has_rank_constants = True
                 split = moved
             sizes.append(split)
         return sizes[0], sizes[1]
@@ -133,6 +135,11 @@ class Lockstep:
             return index ^ self._rank ^ peer
         return (index - self._rank + peer) % self._world_size
 
+    def moves(self, alone: bool) -> bool:
+        """Whether an index into a dim of N moves; ``alone``: no other index is read there."""
+        self.has_rank_constants = True
+        return alone or self._reading != "relative"
+
     def _evaluate(self, node: Node, rank: int) -> Any:
         if is_wait(node):
             return self._values[rank][node.args[0]]
@@ -141,10 +148,9 @@ class Lockstep:
             return self._leaf(constant_of(node))
         target = _VIEWS.get(node.target, node.target)
         args, kwargs = list(node.args), dict(node.kwargs)
-        if rank != self._rank and self._reading != "absolute":
+        if rank != self._rank:
             moved = self._moved_constants(node, rank)
             if moved is not None:
-                self.read_own_rank = True
                 args = moved
         if node.target in _SOFTMAX and self._exact:
             args[2] = False
@@ -178,7 +184,9 @@ class Lockstep:
     def _moved_constants(self, node: Node, peer: int) -> list[Any] | None:
         """The node's arguments as ``peer`` has them, or None where they hold no own-rank constant."""
         mover = _MOVERS.get(node.target)
-        return mover(self, node, peer) if mover else None
+        if mover is None or self._reading == "absolute":
+            return None
+        return mover(self, node, peer)
 
     def size(self, node: Node, dim: int) -> int:
         """Size of a dim of the node's result."""
@@ -247,7 +255,7 @@ def _move_select(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     value = tensor_val(source)
     if value is None or not isinstance(index, int) or run.size(source, dim) != run._world_size:
         return None
-    if not _only_index(node, 2, lambda user: user.args[1] == dim):
+    if not run.moves(_only_index(node, 2, lambda user: user.args[1] == dim)):
         return None
     return [source, dim, run._shift(index % run._world_size, peer)]
 
@@ -257,7 +265,7 @@ def _move_getitem(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     pieces = source.meta.get("val")
     if not isinstance(pieces, (list, tuple)) or len(pieces) != run._world_size:
         return None
-    if not _only_index(node, 1, lambda user: True):
+    if not run.moves(_only_index(node, 1, lambda user: True)):
         return None
     return [source, run._shift(index, peer)]
 
@@ -278,7 +286,7 @@ def _move_slice(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         for user in source.users
         if user.target is node.target and (run.number_argument(user, "dim") or 0) == dim
     }
-    if len(starts) > 1:
+    if not run.moves(len(starts) == 1):
         return None
     moved = run._shift(start // part, peer) * part
     return [source, dim, moved, moved + part]
@@ -291,6 +299,7 @@ def _move_slice_scatter(run: Lockstep, node: Node, peer: int) -> list[Any] | Non
     start = run.number_argument(node, "start") or 0
     if part == 0 or size != part * run._world_size or start % part:
         return None
+    run.moves(True)
     moved = run._shift(start // part, peer) * part
     return [base, source, dim, moved, moved + part]
 
@@ -299,6 +308,7 @@ def _move_select_scatter(run: Lockstep, node: Node, peer: int) -> list[Any] | No
     base, source, dim, index = node.args
     if run.size(base, dim) != run._world_size or not isinstance(index, int):
         return None
+    run.moves(True)
     return [base, source, dim, run._shift(index % run._world_size, peer)]
 
 
@@ -312,6 +322,7 @@ def _move_pad(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         size = run.size(source, value.dim() - 1 - position // 2)
         low, high = pads[position], pads[position + 1]
         if low + high == (run._world_size - 1) * size and size and low % size == 0:
+            run.moves(True)
             low = run._shift(low // size, peer) * size
             moved[position : position + 2] = [low, (run._world_size - 1) * size - low]
     return None if moved == pads else [source, moved, *node.args[2:]]
@@ -325,6 +336,7 @@ def _move_compare(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         return None
     if run._world_size not in run._symbols.shape(value) or not 0 <= other < run._world_size:
         return None
+    run.moves(True)
     return [source, run._shift(other, peer)]
 
 

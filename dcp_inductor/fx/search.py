@@ -64,6 +64,7 @@ class Candidate:
     reject: Reject | None
     trials: int
     proof_ms: float
+    collectives: frozenset[Node]
     first_collective: Node
 
     @property
@@ -76,7 +77,8 @@ def find_merges(graph: Graph) -> list[Candidate]:
     index = GraphIndex(graph)
     claimed: set[Node] = set()
     tried: dict[str, set[Node]] = {}
-    found: list[Candidate] = []
+    proven: list[Candidate] = []
+    missed: list[Candidate] = []
     for collective in index.collectives:
         group = _group(collective)
         if collective.node in claimed or group is None or group.world_size < 2:
@@ -84,8 +86,13 @@ def find_merges(graph: Graph) -> list[Candidate]:
         seen = tried.setdefault(group.name, set())
         candidate = _merge_from(index, collective, group, seen, claimed)
         if candidate is not None:
-            found.append(candidate)
-    return found
+            (missed if candidate.site is None else proven).append(candidate)
+    for candidate in missed:
+        # One row for each near miss, however many of its collectives led to it.
+        if not candidate.collectives & claimed:
+            claimed |= candidate.collectives
+            proven.append(candidate)
+    return sorted(proven, key=lambda c: index.order[c.first_collective])
 
 
 def _merge_from(
@@ -99,25 +106,37 @@ def _merge_from(
     regions: list[tuple[Cut, Region]] = []
     for cut in cuts(index, collective, tried):
         region = index.region(cut.leaves, group.name)
-        free = not any(c.node in claimed for c in region.collectives)
-        if region.exits() and free and is_minimal(index, region):
+        if region.exits() and is_minimal(index, region):
             regions.append((cut, region))
     best: tuple[tuple[int, int], Refuted, Cut, Region] | None = None
+    proven: tuple[MergeSite, Cut, Region] | None = None
+    covered: set[Node] = set()
     trials = 0
     for weights in (False, True):
         for cut, region in regions:
             if weights and len(cut.statistics) == 2:
                 continue
+            # A shifted LSE merges as well as the LSE itself, but leaves the exchange of the
+            # shift behind: the cut that covers most collectives is the one to take.
+            if proven and len(region.collectives) <= len(covered):
+                continue
             outcome, cached = _prove(region, cut, group, weights)
             trials += 0 if cached else outcome.trials
             if isinstance(outcome, Proof):
-                claimed.update(c.node for c in region.collectives)
                 key = _key(cut, region, group)
                 site = MergeSite(group, cut, region, outcome, key, region.exits()[-1])
-                return _candidate(site, None, cut, region, group, trials, start)
+                covers = replaced_collectives(region, [e.node for e in outcome.exits])
+                if covers & claimed:
+                    continue
+                if proven is None or len(covers) > len(covered):
+                    proven, covered = (site, cut, region), covers
+                continue
             order = (_INFORMATIVE.index(outcome.code), len(region.nodes))
             if best is None or order > best[0]:
                 best = (order, outcome, cut, region)
+        if proven:
+            claimed.update(covered)
+            return _candidate(*proven[:1], None, *proven[1:], group, trials, start)
     if best is None or not any(n.target in _EXPONENTIALS for n in best[3].nodes):
         return None
     reject = Reject(best[1].code, best[1].reason)
@@ -130,7 +149,6 @@ def _merge_from(
             outcome, _ = _prove(region, cut, seat, False)
             if isinstance(outcome, Proof):
                 reason = f"the graph reads rank {peer}'s place, which is not its own"
-                claimed.update(c.node for c in region.collectives)
                 refusal = Reject("foreign_rank", reason)
                 return _candidate(None, refusal, cut, region, group, trials, start)
     return _candidate(None, reject, best[2], best[3], group, trials, start)
@@ -154,6 +172,7 @@ def _candidate(
         reject,
         trials,
         (time.perf_counter() - start) * 1e3,
+        frozenset(c.node for c in region.collectives),
         region.collectives[0].node,
     )
 
@@ -181,6 +200,21 @@ def _prove(
         for i, what, layout, scale in stored.exits  # type: ignore[misc]
     )
     return Proof(stored.hypothesis, exits, stored.trials), cached
+
+
+def replaced_collectives(region: Region, exits: list[Node]) -> set[Node]:
+    """Collectives that nothing needs any more once the exits are replaced."""
+    issued = {collective.node for collective in region.collectives}
+    replaced = set(exits)
+    kept = [node for node in region.exits() if node not in replaced]
+    needed: set[Node] = set()
+    stack = list(kept)
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in replaced:
+            needed.add(node)
+            stack += [source for source in node.all_input_nodes if source in region.exchanged]
+    return (region.feeding(exits) & issued) - needed
 
 
 def find_gathers(graph: Graph) -> list[Candidate]:
@@ -236,7 +270,16 @@ def _gather_from(
     site = GatherSite(group, source, region, exits, key, exits[0].node)
     trials = 0 if cached else stored[1]
     return Candidate(
-        site.kind, group, site.origin, key, site, None, trials, elapsed, collective.node
+        site.kind,
+        group,
+        site.origin,
+        key,
+        site,
+        None,
+        trials,
+        elapsed,
+        frozenset({collective.node}),
+        collective.node,
     )
 
 
