@@ -25,10 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dcp_inductor import launch_ops
+from dcp_inductor import extension, launch_ops
 from dcp_inductor.runtime import layout
 
 WATCHDOG_S = 60.0
+# Importing torch, and compiling the library once, on a busy machine.
+START_S = 180.0
 # After one rank has failed the others may hang in what they were doing with it.
 _GRACE_S = 10.0
 
@@ -49,7 +51,12 @@ class World:
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self.processes = []
-        changed = dict(environment or {}, OMP_NUM_THREADS="1")
+        changed = {
+            "OMP_NUM_THREADS": "1",
+            # Below the watchdog, so that a lost rank is an error with a record.
+            "DCP_INDUCTOR_TIMEOUT_S": "30",
+            **(environment or {}),
+        }
         saved = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         try:
@@ -68,6 +75,7 @@ class World:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+        self._collect(START_S, ())
 
     def run(
         self, function: Callable[..., Any], *args: Any, limit_s: float = WATCHDOG_S
@@ -99,6 +107,11 @@ class World:
         """Per rank, True and the result, or False and the traceback."""
         for pipe in self._pipes:
             pipe.send((function, args))
+        return self._collect(limit_s, may_die)
+
+    def _collect(
+        self, limit_s: float, may_die: tuple[int, ...]
+    ) -> list[tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + limit_s
         while len(answers) < self.size:
@@ -209,6 +222,7 @@ def _work(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(rendezvous, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    pipe.send((True, extension.load_extension()))
     while True:
         try:
             function, args = pipe.recv()

@@ -92,13 +92,16 @@ inline void publish(const Table& table, uint32_t epoch, const unsigned char* sig
   slot.epoch.store(epoch, std::memory_order_release);
 }
 
-// Waits until every peer has published `epoch`; with `signature`, until one has published another.
+// Waits until every peer has published `epoch`, and compares their signatures with `signature`
+// where one is given. A peer with another one is reported when all have arrived, or at the end of
+// patience: so a caller that goes on after kMismatch has not run ahead of a peer by two calls.
 // A wait without end is bounded by the caller, which counts the kPending it gets.
 inline Status wait(const Table& table, uint32_t epoch, const unsigned char* signature) {
   bool arrived[kMaxRanks] = {};
   arrived[table.rank] = true;
   const int64_t start = now_ns();
   int64_t nap_ns = 20000;
+  int64_t other = -1;
   for (;;) {
     int64_t missing = -1;
     for (int64_t peer = 0; peer < table.world_size; ++peer) {
@@ -109,13 +112,14 @@ inline Status wait(const Table& table, uint32_t epoch, const unsigned char* sign
         continue;
       }
       arrived[peer] = true;
-      if (signature && std::memcmp(slot.signature, signature, kSignatureBytes) != 0) {
-        table.control(table.rank)->fault_peer = static_cast<uint32_t>(peer);
-        return kMismatch;
-      }
+      if (signature && std::memcmp(slot.signature, signature, kSignatureBytes) != 0) other = peer;
     }
-    if (missing < 0) return kDone;
+    if (missing < 0 && other < 0) return kDone;
     const int64_t waited = now_ns() - start;
+    if (other >= 0 && (missing < 0 || waited >= table.patience_ns)) {
+      table.control(table.rank)->fault_peer = static_cast<uint32_t>(other);
+      return kMismatch;
+    }
     if (waited < table.spin_ns) {
       for (int i = 0; i < 8; ++i) relax();
     } else if (waited < table.patience_ns) {
