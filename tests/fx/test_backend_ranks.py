@@ -1,0 +1,70 @@
+"""Ranks that compile at different times: nothing in a compilation waits for a peer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tests.fx.models import merge, merge_inputs
+from tests.support import world
+
+
+class _Seen(BaseException):
+    """Ends a compilation after our pass has run."""
+
+
+def reference(size: int, rank: int, num_tokens: int) -> Tensor:
+    """What ``merge`` must return: all shards merged in one process."""
+    shards = [merge_inputs(num_tokens, seed) for seed in range(size)]
+    outputs = torch.stack([output for output, _ in shards]).double()
+    lses = torch.stack([lse for _, lse in shards]).double()
+    weights = torch.softmax(lses, 0)[..., None]
+    merged = (outputs * weights).sum(0).transpose(0, 1).chunk(size)[rank]
+    return merged.float() + 1
+
+
+def compile_alone(rank: int, size: int) -> int:
+    """Rank 1 compiles and never runs; rank 0 does nothing at all."""
+    if rank == 0:
+        return 0
+
+    def stop(graph: torch.fx.Graph) -> None:
+        raise _Seen
+
+    counters.clear()
+    options = {"post_grad_custom_post_pass": stop}
+    try:
+        torch.compile(merge, backend="dcp_inductor", options=options)(*merge_inputs())
+    except _Seen:
+        return counters["dcp_inductor"]["rewritten"]
+    return -1
+
+
+def run_with_histories(rank: int, size: int) -> tuple[list[int], list[float]]:
+    """Rank 0 has one dynamic graph, rank 1 compiles for every number of tokens."""
+    torch._dynamo.reset()
+    dynamic = None if rank == 0 else False
+    compiled = torch.compile(merge, backend="dcp_inductor", dynamic=dynamic)
+    compilations, errors = [], []
+    for num_tokens in (3, 5, 6):
+        counters.clear()
+        inputs = merge_inputs(num_tokens, seed=rank)
+        if rank == 0:
+            for tensor in inputs:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        result = compiled(*inputs)
+        difference = result - reference(size, rank, num_tokens)
+        compilations.append(counters["stats"]["unique_graphs"])
+        errors.append(difference.abs().max().item())
+    return compilations, errors
+
+
+def test_a_rank_compiles_while_its_peers_are_elsewhere() -> None:
+    assert world(2).run(compile_alone, limit_s=120) == [0, 1]
+
+
+def test_one_rank_recompiles_while_the_other_runs() -> None:
+    dynamic, static = world(2).run(run_with_histories, limit_s=180)
+    assert (dynamic[0], static[0]) == ([1, 0, 0], [1, 1, 1])
+    assert max(dynamic[1] + static[1]) < 1e-5

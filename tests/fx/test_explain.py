@@ -1,0 +1,120 @@
+"""``explain``: the report, and what it must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import counters
+
+import dcp_inductor
+from dcp_inductor import config
+from tests.fx.models import fake_group, merge, merge_inputs, plain
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    with fake_group():
+        yield
+
+
+class Model(torch.nn.Module):
+    """Writes to a buffer, as a model with a KV cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, partial_output: Tensor, partial_lse: Tensor) -> Tensor:
+        self.calls += 1
+        return merge(partial_output * 2, partial_lse)
+
+
+def test_a_site_is_a_row_of_the_table_and_of_the_data() -> None:
+    explanation = dcp_inductor.explain(Model(), *merge_inputs())
+    assert (explanation.found, explanation.rewritten) == (1, 1)
+    [row] = explanation.rows
+    assert (row.kind, row.decision, row.op) == (
+        "combine",
+        "rewritten",
+        "a2a_lse_reduce",
+    )
+    assert row.workspace_bytes > 0
+    text = str(explanation)
+    header, first = text.splitlines()[:2]
+    assert header.split() == ["site", "decision", "op", "trials", "workspace"]
+    assert first.split()[1:3] == ["rewritten", "a2a_lse_reduce"]
+    size = f"{row.workspace_bytes} B"
+    for part in (row.site, row.source, row.family, size, "rewrote 1 of 1 sites"):
+        assert part
+        assert part in text
+    assert repr(explanation) == text
+    assert explanation.output.shape == (4, 3, 16)
+
+
+def test_the_model_runs_once_and_may_take_keywords() -> None:
+    model = Model()
+    output, lse = merge_inputs()
+    dcp_inductor.explain(model, output, partial_lse=lse)
+    assert model.calls == 1
+
+
+def test_compiled_code_of_the_caller_stays() -> None:
+    torch._dynamo.reset()
+    model = Model()
+    compiled = torch.compile(model, backend="dcp_inductor")
+    compiled(*merge_inputs())
+    before = [id(entry) for entry in _debug_get_cache_entry_list(Model.forward)]
+    counters.clear()
+    for _ in range(2):
+        assert dcp_inductor.explain(compiled, *merge_inputs()).rewritten == 1
+    assert [id(entry) for entry in _debug_get_cache_entry_list(Model.forward)] == before
+    counters.clear()
+    compiled(*merge_inputs())
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_options_of_a_compiled_module_are_taken_over() -> None:
+    options = {"dcp_inductor.direct_combine": "disable"}
+    compiled = torch.compile(Model(), backend="dcp_inductor", options=options)
+    rows = dcp_inductor.explain(compiled, *merge_inputs()).rows
+    assert ("combine", "rejected") in [(row.kind, row.decision) for row in rows]
+    other = torch.compile(Model(), backend="inductor", mode="reduce-overhead")
+    assert dcp_inductor.explain(other, *merge_inputs()).rewritten == 1
+
+
+def test_a_rejection_gives_its_code_and_reason() -> None:
+    with config.patch(direct_combine="disable"):
+        explanation = dcp_inductor.explain(merge, *merge_inputs())
+    [row] = [row for row in explanation.rows if row.kind == "combine"]
+    assert f"rejected ({row.code})" in str(explanation)
+    assert row.reason
+    assert row.reason in str(explanation)
+
+
+def test_a_compiled_function_is_explained_too() -> None:
+    compiled = torch.compile(merge, backend="eager")
+    assert dcp_inductor.explain(compiled, *merge_inputs()).rewritten == 1
+
+
+def test_nothing_to_report_is_said_in_words() -> None:
+    none = dcp_inductor.explain(plain, torch.ones(4, 8), torch.ones(8, 8))
+    assert str(none) == "found no exchange of decode context parallelism in 1 graph"
+    with config.patch(enable=False):
+        off = dcp_inductor.explain(merge, *merge_inputs())
+    assert str(off).startswith("dcp_inductor is off")
+    assert off.rows == []
+
+
+def test_graphs_on_both_sides_of_a_break_are_reported() -> None:
+    def model(partial_output: Tensor, partial_lse: Tensor) -> Tensor:
+        first = merge(partial_output, partial_lse)
+        torch._dynamo.graph_break()
+        return first.sum() + merge(partial_output, partial_lse)
+
+    explanation = dcp_inductor.explain(model, *merge_inputs())
+    assert [graph.rewritten for graph in explanation.graphs] == [1, 1]
+    assert "rewrote 2 of 2 sites in 2 graphs" in str(explanation)
