@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from dcp_inductor.fx.nodes import Symbols, argument
 
@@ -130,3 +130,20 @@ def _one(collective, tensors, symbols, splits):
     if reduced.shape[0] % world_size:
         raise ValueError(f"cannot scatter {reduced.shape[0]} rows over {world_size} ranks")
     return list(reduced.chunk(world_size, 0))
+
+
+def split_coalesced_gathers(graph: Graph) -> None:
+    """Issue coalesced all-gathers one by one, so that each can be judged by itself."""
+    single = torch.ops._c10d_functional.all_gather_into_tensor.default
+    for node in list(graph.nodes):
+        collective = as_collective(node)
+        if collective is None or collective.kind != "all_gather" or not collective.coalesced:
+            continue
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                source = inputs_of(collective)[user.args[1]]
+                issued = graph.call_function(single, (source, *node.args[1:]))
+            issued.meta.update(user.meta)
+            user.replace_all_uses_with(issued)
+            graph.erase_node(user)
+        graph.erase_node(node)

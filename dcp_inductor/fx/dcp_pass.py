@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dcp_inductor import config, ops, votes
 from dcp_inductor.fx import report
 from dcp_inductor.fx.check import check_rewrite
-from dcp_inductor.fx.collectives import issues_exchange
+from dcp_inductor.fx.collectives import issues_exchange, split_coalesced_gathers
 from dcp_inductor.fx.emit import CannotExpress, Emitter
 from dcp_inductor.fx.legality import judge
 from dcp_inductor.fx.order import insert_guard, thread_token
@@ -50,9 +51,10 @@ class DcpPass(CustomInferenceAwareGraphPass):
         if not any(issues_exchange(node) for node in graph.nodes):
             report.publish(report.GraphReport(num_nodes=len(graph.nodes)))
             return
-        with config.patch(self.config_overrides), _disable_current_modes(), torch.no_grad():
+        with config.patch(self.config_overrides):
             if config.enable:
-                self._run(graph, is_inference)
+                with _disable_current_modes(), torch.no_grad(), _one_thread():
+                    self._run(graph, is_inference)
 
     def uuid(self) -> Any:
         """Identity for the FX graph cache: source, versions and every knob's value."""
@@ -64,6 +66,8 @@ class DcpPass(CustomInferenceAwareGraphPass):
         summary = report.GraphReport(num_nodes=len(graph.nodes))
         run = _Run(graph, is_inference, summary)
         run.stage(find_merges(graph))
+        if is_inference:
+            split_coalesced_gathers(graph)
         run.stage(find_gathers(graph))
         run.finish()
         summary.pass_ms = (time.perf_counter() - start) * 1e3
@@ -76,6 +80,17 @@ class DcpPass(CustomInferenceAwareGraphPass):
                 summary.pass_ms,
                 _reasons(summary),
             )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Trials are many tiny ops; handing them to a thread pool costs more than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Run:

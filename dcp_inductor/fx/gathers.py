@@ -7,6 +7,7 @@ stack [N, *source]; a sum of tensors that are zero outside the own slot, or a br
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -15,7 +16,14 @@ from dcp_inductor.fx.collectives import Collective, inputs_of
 from dcp_inductor.fx.find import GraphIndex, Region
 from dcp_inductor.fx.layout import Layout, find_layout
 from dcp_inductor.fx.lockstep import Lockstep, Unsupported
-from dcp_inductor.fx.nodes import Symbols, free_symbols, is_pure, is_view_like, tensor_val
+from dcp_inductor.fx.nodes import (
+    Symbols,
+    expression,
+    free_symbols,
+    is_pure,
+    is_view_like,
+    tensor_val,
+)
 from dcp_inductor.fx.prove import Refuted
 from dcp_inductor.fx.site import GatherExit
 
@@ -24,7 +32,9 @@ _SIZES = (3, 5, 2, 7)
 _MAX_BACKWARD = 12
 
 
-def gather_sources(index: GraphIndex, collective: Collective) -> list[Node]:
+def gather_sources(
+    index: GraphIndex, collective: Collective, world_size: int
+) -> list[Node]:
     """Tensors that the collective may gather, best first; empty if it cannot be a gather."""
     if collective.kind == "all_gather":
         sources = []
@@ -35,23 +45,34 @@ def gather_sources(index: GraphIndex, collective: Collective) -> list[Node]:
             sources += reversed(chain)
         return sources
     if collective.kind == "all_reduce" and collective.reduce_op == "sum":
-        return _padded_sources(index, collective)
+        return _padded_sources(index, collective, world_size)
     return []
 
 
-def _padded_sources(index: GraphIndex, collective: Collective) -> list[Node]:
+def _padded_sources(
+    index: GraphIndex, collective: Collective, world_size: int
+) -> list[Node]:
     """Tensors of an N-th of the collective's elements that it may hold between zeros."""
-    found = []
+    found: list[Node] = []
+    held = tensor_val(inputs_of(collective)[0])
+    if held is None:
+        return []
     queue, seen = list(inputs_of(collective)), set()
     while queue and len(seen) < _MAX_BACKWARD:
         node = queue.pop(0)
         if node in seen or node in index.constants:
             continue
         seen.add(node)
-        found.append(node)
+        value = tensor_val(node)
+        if value is not None and _numel(value) * world_size == _numel(held):
+            found.append(node)
         if is_pure(node):
             queue += node.all_input_nodes
-    return found[1:]
+    return found
+
+
+def _numel(value: Tensor) -> sympy.Expr:
+    return sympy.prod(expression(size) for size in value.shape)
 
 
 def prove_gather(
@@ -69,9 +90,7 @@ def prove_gather(
     if value is None or not region.collectives:
         return Refuted("no_exchange", "the tensor meets no collective of the group")
     exits: tuple[GatherExit, ...] | None = None
-    trials = 0
     for draw in (0, 1):
-        trials += 1
         outcome = _trial(region, source, value, world_size, rank, draw)
         if isinstance(outcome, Refuted):
             return outcome
@@ -79,7 +98,7 @@ def prove_gather(
             return Refuted("layout", "the gathered tensor's layout changes with its size")
         exits = outcome
     assert exits is not None
-    return exits, trials
+    return exits, 2
 
 
 def _trial(

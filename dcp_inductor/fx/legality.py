@@ -49,8 +49,9 @@ def _judge_merge(graph: Graph, site: MergeSite) -> Reject | None:
 
 def _judge_gather(graph: Graph, site: GatherSite) -> Reject | None:
     source = _val(site.source)
-    order = site.exits[0].layout.order
-    if source.dim() == 2 and order == (1, 0, 2) and _val(site.exits[0].node).dim() == 2:
+    result = _val(site.exits[0].node)
+    joined = size_name(source.shape[-1] * site.group.world_size) if source.dim() else ""
+    if source.dim() == 2 and result.dim() == 2 and size_name(result.shape[-1]) == joined:
         return Reject("feature_gather", "the gather joins features, not heads or rows")
     if _reaches((site.source,), {e.node for e in site.exits}):
         return Reject("cycle", "the gathered tensor depends on the result of the gather")

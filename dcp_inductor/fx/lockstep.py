@@ -71,6 +71,7 @@ class Lockstep:
         self._symbols = symbols
         self._exact = exact
         self._reading = reading
+        self._constants = _constants(region)
         self._values: list[dict[Node, Any]] = [
             {node: self._leaf(values[r]) for node, values in leaves.items()}
             for r in range(world_size)
@@ -158,9 +159,26 @@ class Lockstep:
             *[self._resolve(value, values) for value in args],
             **{name: self._keyword(name, value, values) for name, value in kwargs.items()},
         )
+        if node.target is _aten.cat.default and rank != self._rank:
+            result = self._moved_slot(node, rank, result)
         if node.target in _UNINITIALISED and result.is_floating_point():
             result.fill_(float("nan"))
         return result
+
+    def _moved_slot(self, node: Node, peer: int, joined: Tensor) -> Tensor:
+        """``cat(zeros, own, zeros)`` with the own part in the peer's slot."""
+        parts = node.args[0]
+        values = [self._values[peer][part] for part in parts]
+        own = [i for i, part in enumerate(parts) if part not in self._constants]
+        if self._reading == "absolute" or len(own) != 1 or len(parts) == 1:
+            return joined
+        dim = argument(node, "dim")
+        size = values[own[0]].shape[dim]
+        before = sum(value.shape[dim] for value in values[: own[0]])
+        if not size or joined.shape[dim] != size * self._world_size or before % size:
+            return joined
+        self.moves(True)
+        return joined.roll(self._shift(before // size, peer) * size - before, dim)
 
     def _resolve(self, value: Any, values: Mapping[Node, Any]) -> Any:
         if isinstance(value, Node):
@@ -229,6 +247,18 @@ def foreign_ranks(nodes: Sequence[Node], world_size: int, rank: int) -> set[int]
                 index = node.args[1]
         if isinstance(index, int) and index % world_size != rank:
             found.add(index % world_size)
+    return found
+
+
+def _constants(region: Sequence[Node]) -> set[Node]:
+    found: set[Node] = set()
+    for node in region:
+        made = node.op == "get_attr" or (
+            as_collective(node) is None
+            and all(s in found for s in node.all_input_nodes if not is_number(s))
+        )
+        if made:
+            found.add(node)
     return found
 
 

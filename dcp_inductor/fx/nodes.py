@@ -35,6 +35,8 @@ _CAST_OPS = {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.to.dtype,
 }
+# float8 types do not promote.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _PURE_NAMESPACES = ("aten", "prims")
@@ -90,7 +92,7 @@ def is_widening_cast(node: Node) -> bool:
     value = tensor_val(source) if isinstance(source, Node) else None
     if value is None or result is None:
         return False
-    if not (value.dtype.is_floating_point and result.dtype.is_floating_point):
+    if value.dtype not in _FLOATS or result.dtype not in _FLOATS:
         return False
     return torch.promote_types(value.dtype, result.dtype) == result.dtype
 

@@ -316,10 +316,11 @@ class _Prover:
                 match = self._name(node, values.get(node), expected, equal, hypothesis)
                 if match is not None and node not in self.region.upstream:
                     found[node] = match
-                elif required and node in issued:
-                    return None
                 elif required:
-                    stack += [s for s in node.all_input_nodes if s in self.region.exchanged]
+                    made_of = [s for s in node.all_input_nodes if s in self.region.exchanged]
+                    if node in issued and not made_of:
+                        return None
+                    stack += made_of
             if not any(match.what == "output" for match in found.values()):
                 return None
         return list(found.values())

@@ -118,7 +118,7 @@ def _merge_from(
                 continue
             # A shifted LSE merges as well as the LSE itself, but leaves the exchange of the
             # shift behind: the cut that covers most collectives is the one to take.
-            if proven and len(region.collectives) <= len(covered):
+            if proven and set(region.collectives) <= set(proven[2].collectives):
                 continue
             outcome, cached = _prove(region, cut, group, weights)
             trials += 0 if cached else outcome.trials
@@ -225,16 +225,11 @@ def find_gathers(graph: Graph) -> list[Candidate]:
         group = _group(collective)
         if group is None or group.world_size < 2:
             continue
-        claimed: set[Node] = set()
-        for source in gather_sources(index, collective):
-            if source in claimed:
-                continue
+        for source in gather_sources(index, collective, group.world_size):
             candidate = _gather_from(index, source, collective, group)
             if candidate is not None:
                 found.append(candidate)
-                if not collective.coalesced:
-                    break
-                claimed.add(source)
+                break
     return found
 
 
