@@ -46,24 +46,26 @@ class Case:
     """A recipe with what is needed to run and judge it.
 
     ``result`` says what the recipe returns of the merged output and global LSE: a key
-    of ``inputs.RESULTS``, or None where no dense value is expected. ``inputs`` is a key
-    of ``inputs.INPUTS``. ``deviates`` marks a near miss whose value must be far from
-    the dense merge; ``lowers_precision`` one that is only less exact; ``world_sizes``
-    the group sizes that the recipe can run with; ``unbacked`` is False where torch
-    itself cannot trace the spelling with an unbacked token count.
+    of ``inputs.RESULTS`` or a function of the same kind, None where there is no dense
+    value. ``inputs`` is a key of ``inputs.INPUTS`` or such a function. ``deviates``
+    marks a near miss whose value must be far from the dense merge, ``slight`` one that
+    is only less exact, ``ambiguous`` one whose graph on some rank is exactly that of
+    the merge, so that the ranks may end in an error. ``traceable`` and ``unbacked`` are
+    False where torch itself cannot trace the spelling (with an unbacked token count).
     """
 
     id: str
     family: str
     fn: Callable[..., Tensor | tuple[Tensor, ...]]
-    inputs: str
-    result: str | None
+    inputs: str | Callable
+    result: str | Callable | None
     expect: str = REWRITE
     note: str = ""
     token_multiple_of_ranks: bool = False
     unbacked: bool = True
     deviates: bool = False
-    lowers_precision: bool = False
+    slight: bool = False
+    ambiguous: bool = False
     grid: bool = False
     traceable: bool = True
     world_sizes: tuple[int, ...] = (2, 4)

@@ -65,7 +65,6 @@ add(
     "B",
     partial(tree, cast="both"),
     result="FH",
-    lowers_precision=True,
 )
 add("FC-27 result cast", "B", partial(tree, cast="result"), result="FH")
 add("FC-27 own", "B", partial(tree, own="slice"))
@@ -74,7 +73,9 @@ add("FC-27 own chunk", "B", partial(tree, own="chunk", in_place=True))
 
 @case("FC-27 trailing one", "B", "[B,H,S,D]", "[B,H,S,D]")
 def tree_decoding(ctx, o, l):
-    """lucidrains: statistics keep a trailing one, numerator and denominator are cloned."""
+    """lucidrains: statistics keep a trailing one, numerator and denominator are
+    cloned.
+    """
     l = l[..., None]
     top = l.clone()
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=ctx.group)
@@ -197,7 +198,9 @@ def coalesced_all_reduce(ctx, o, l):
 
 
 def lse_by_reduce(ctx: Context, o: Tensor, l: Tensor, *, scatter: str = "rs") -> Tensor:
-    """No LSE gather: the global LSE from two all-reduces, then weights as in family A."""
+    """No LSE gather: the global LSE from two all-reduces, then weights as in family
+    A.
+    """
     m = sp.ar(ctx, l, "max")
     g = m + torch.log(sp.ar(ctx, torch.exp(l - m)))
     return sp.SCATTERS[scatter](ctx, (o * torch.exp(l - g)[..., None]).to(o.dtype))
@@ -320,7 +323,9 @@ def gathered_max(ctx, o, l):
 
 @case("FC-36 den gathered", "B")
 def gathered_denominator(ctx, o, l):
-    """Denominator from gathered LSEs, numerator by reduce-scatter, divided afterwards."""
+    """Denominator from gathered LSEs, numerator by reduce-scatter, divided
+    afterwards.
+    """
     L = sp.stack_view(ctx, l)
     m = L.amax(0)
     num = sp.rs(ctx, o * torch.exp(l - m)[..., None])

@@ -101,7 +101,9 @@ def packed(
     flat: bool = True,
     unpack: str = "select",
 ) -> Tensor:
-    """One exchange of 16-bit rows whose last two columns are the bits of the fp32 LSE."""
+    """One exchange of 16-bit rows whose last two columns are the bits of the fp32
+    LSE.
+    """
     d = o.shape[-1]
     half = o.to(torch.bfloat16) if o.dtype == torch.float32 else o
     columns = l.unsqueeze(-1).view(half.dtype)  # [T, H, 2]
@@ -322,7 +324,9 @@ add("FC-49 matmul", "C", partial(merge, combine="matmul"))
 
 
 def masked(ctx: Context, o: Tensor, l: Tensor, *, mask_output: bool) -> Tensor:
-    """FC-50: the LSE is sanitised on receipt; (a) masks the partials too, (b) does not."""
+    """FC-50: the LSE is sanitised on receipt; (a) masks the partials too, (b) does
+    not.
+    """
     O = sp.a2a(ctx, sp.head_shards(ctx, o))
     L = sp.a2a(ctx, sp.head_shards(ctx, l))
     L = torch.where(torch.isnan(L) | torch.isinf(L), float("-inf"), L)

@@ -105,7 +105,9 @@ def two_level(ctx, o, l):
 
 @case("FC-59 nested", "F", **_GRID, world_sizes=(4,))
 def nested_merges(ctx, o, l):
-    """A full merge inside the row group, then a head-scattering one across the columns."""
+    """A full merge inside the row group, then a head-scattering one across the
+    columns.
+    """
     row, _, n_row = ctx.row
     column, column_rank, n_column = ctx.column
     L = sp.all_gather(l, 0, row).view(n_row, *l.shape)
@@ -120,7 +122,9 @@ def nested_merges(ctx, o, l):
 
 @case("FC-59 row group only", "F", result="row merge", **_GRID)
 def merge_in_sub_group(ctx, o, l):
-    """The KV shards are those of the row group, a proper part of the world at 4 ranks."""
+    """The KV shards are those of the row group, a proper part of the world at 4
+    ranks.
+    """
     row, _, n_row = ctx.row
     L = sp.all_gather(l, 0, row).view(n_row, *l.shape)
     w = torch.exp(l - torch.logsumexp(L, 0))[..., None]

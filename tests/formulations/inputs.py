@@ -22,7 +22,9 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a run; the defaults keep all of T, h, H, D and N apart from each other."""
+    """Sizes of a run; the defaults keep all of T, h, H, D and N apart from each
+    other.
+    """
 
     world_size: int
     num_tokens: int
@@ -52,6 +54,8 @@ class Problem:
     output: Tensor
     lse: Tensor
     seed: int
+    scale: float = 1.0
+    empty: Tensor | None = None  # [N, T], True where a rank has no keys for a token
 
     @property
     def partial_lse(self) -> Tensor:
@@ -62,8 +66,18 @@ class Problem:
         return torch.Generator().manual_seed(self.seed * 1000 + rank + 1)
 
 
-def make_problem(geometry: Geometry, seed: int = 0) -> Problem:
-    """Random attention whose ranks carry clearly different weights per row."""
+EMPTY_SHARDS, EMPTY_SHARDS_NAN = "empty", "empty with NaN"
+
+
+def make_problem(
+    geometry: Geometry, seed: int = 0, *, scale: float = 1.0, empty: str = ""
+) -> Problem:
+    """Random attention whose ranks carry clearly different weights per row.
+
+    ``scale`` multiplies scores and values. With ``empty`` the last rank has no keys for
+    token 0, the first none for token 1, and no rank any for token 2; the partial
+    outputs of an empty shard are 0 or NaN, its LSE is -inf.
+    """
     g = torch.Generator().manual_seed(seed)
     n, t, h, d = (
         geometry.world_size,
@@ -71,26 +85,46 @@ def make_problem(geometry: Geometry, seed: int = 0) -> Problem:
         geometry.heads,
         geometry.head_dim,
     )
+    k = geometry.keys_per_rank
     rand = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
     query = rand(t, h, d) * 0.8
-    keys, values = (
-        rand(n, geometry.keys_per_rank, h, d),
-        rand(n, geometry.keys_per_rank, h, d),
-    )
-    scores = torch.einsum("thd,nkhd->nthk", query, keys)
+    keys, values = rand(n, k, h, d), rand(n, k, h, d) * scale
+    scores = torch.einsum("thd,nkhd->nthk", query, keys) * scale
+    none = torch.zeros(n, t, dtype=torch.bool)
+    if empty:
+        none[-1, 0] = True
+        none[0, 1:2] = True
+        none[:, 2:3] = True
     row_max = scores.amax(-1)
     weights = (scores - row_max[..., None]).exp()
     row_sum = weights.sum(-1)
     partial = torch.einsum("nthk,nkhd->nthd", weights, values) / row_sum[..., None]
-    lse = torch.logsumexp(row_max + row_sum.log(), 0)
-    dense = scores.permute(1, 2, 0, 3).flatten(2).softmax(-1)  # [T, H, N * K]
+    partial[none] = float("nan") if empty == EMPTY_SHARDS_NAN else 0.0
+    row_max[none], row_sum[none] = -math.inf, 0.0
+    scores[none] = -math.inf
+    dense = scores.permute(1, 2, 0, 3).flatten(2)  # [T, H, N * K]
+    lse = torch.logsumexp(dense, -1)
+    dense = dense.softmax(-1).nan_to_num(nan=0.0)
     output = torch.einsum("thk,khd->thd", dense, values.flatten(0, 1))
-    return Problem(geometry, query, partial, row_max, row_sum, output, lse, seed)
+    return Problem(
+        geometry,
+        query,
+        partial,
+        row_max,
+        row_sum,
+        output,
+        lse,
+        seed,
+        scale,
+        none if empty else None,
+    )
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of one rank; ``token_dim`` is the dim that grows with the token count."""
+    """A tensor of one rank; ``token_dim`` is the dim that grows with the token
+    count.
+    """
 
     tensor: Tensor
     token_dim: int | None = 0
@@ -182,6 +216,9 @@ def _mask(p, r):
     o, l = _o(p, r), _l(p, r)
     t = p.geometry.num_tokens
     lengths = torch.full((t,), p.geometry.keys_per_rank, dtype=torch.int32)
+    if p.empty is not None:
+        lengths[p.empty[r]] = 0
+        l[p.empty[r]] = 5.0
     start = torch.arange(t + 1, dtype=torch.int32)
     return [Input(o), Input(l), Input(start, None), Input(lengths, None)]
 
@@ -353,3 +390,15 @@ RESULTS: dict[str, Callable[[Problem, int], Tensor | tuple[Tensor, ...]]] = {
     "attention": _attention,
     "q": lambda p, r: p.query,
 }
+
+
+def rank_inputs(inputs: str | Callable, p: Problem, rank: int) -> list[Input]:
+    """Inputs of one rank by key of :data:`INPUTS` or by a function of the same kind."""
+    return (INPUTS[inputs] if isinstance(inputs, str) else inputs)(p, rank)
+
+
+def rank_result(result: str | Callable, p: Problem, rank: int):
+    """Dense result on one rank by key of :data:`RESULTS` or by a function of its
+    kind.
+    """
+    return (RESULTS[result] if isinstance(result, str) else result)(p, rank)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,7 +219,7 @@ def _group_name(group: Any) -> str:
     return group if isinstance(group, str) else group.group_name
 
 
-def _alone(node: fx.Node, args: tuple, kwargs: dict) -> Any:
+def _alone(node: fx.Node, args: tuple, kwargs: dict, accepted: frozenset[str]) -> Any:
     """Value of a node that needs no other rank."""
     target = node.target
     if target is functional.wait_tensor.default:
@@ -231,6 +231,8 @@ def _alone(node: fx.Node, args: tuple, kwargs: dict) -> Any:
         if name == "dcp_inductor::order_token":
             return torch.empty_like(args[1])
         if name == "dcp_inductor::site_guard":
+            if args[2] in accepted:
+                raise LockstepError(f"ranks disagree about site {args[2]}: {args[3]}")
             return torch.empty_like(args[0])
     return target(*args, **kwargs)
 
@@ -247,7 +249,10 @@ def _symbols(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[str, int]:
 
 
 def _rank_steps(
-    traced: Traced, module: fx.GraphModule, inputs: list[Tensor]
+    traced: Traced,
+    module: fx.GraphModule,
+    inputs: list[Tensor],
+    accepted: frozenset[str],
 ) -> Generator[_Exchange, Any, list[Tensor]]:
     graph = module.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -272,7 +277,7 @@ def _rank_steps(
             return list(args[0])
         exchange = _exchange_of(node, args, kwargs)
         if exchange is None:
-            values[node] = _alone(node, args, kwargs)
+            values[node] = _alone(node, args, kwargs, accepted)
         else:
             result = yield exchange
             if exchange.name in ("q_gather", "kv_gather"):
@@ -284,36 +289,50 @@ def _rank_steps(
 
 
 def run_graphs(
-    traced: list[Traced], modules: list[fx.GraphModule], inputs: list[list[Tensor]]
+    traced: list[Traced],
+    modules: list[fx.GraphModule],
+    inputs: list[list[Tensor]],
+    accepted: Sequence[Collection[str]] = (),
 ) -> list[list[Tensor]]:
     """Outputs of ``modules[r]`` for every rank r, run together.
+
+    ``accepted[r]`` are the sites that rank r rewrote; a guard for a site of a peer
+    raises.
 
     Raises:
         LockstepError: the ranks' exchanges do not fit together.
     """
+    sites = frozenset(site for own in accepted for site in own)
     runs = [
-        _rank_steps(t, m, x) for t, m, x in zip(traced, modules, inputs, strict=True)
+        _rank_steps(t, m, x, sites)
+        for t, m, x in zip(traced, modules, inputs, strict=True)
     ]
     outputs: list[list[Tensor] | None] = [None] * len(runs)
     waiting: dict[int, _Exchange] = {}
-    with torch.no_grad():
+    random_states = [
+        torch.Generator().manual_seed(r).get_state() for r in range(len(runs))
+    ]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for rank in range(len(runs)):
-            _advance(runs, rank, None, waiting, outputs)
+            _advance(runs, rank, None, waiting, outputs, random_states)
         while waiting:
-            if not _complete_one(traced, runs, waiting, outputs):
+            if not _complete_one(traced, runs, waiting, outputs, random_states):
                 stuck = {r: (e.name, e.group) for r, e in waiting.items()}
                 raise LockstepError(f"no exchange can complete; ranks wait in {stuck}")
     return outputs
 
 
-def _advance(runs, rank, value, waiting, outputs) -> None:
+def _advance(runs, rank, value, waiting, outputs, random_states) -> None:
+    """Run a rank to its next exchange, with a random number generator of its own."""
+    torch.set_rng_state(random_states[rank])
     try:
         waiting[rank] = runs[rank].send(value)
     except StopIteration as stop:
         outputs[rank] = stop.value
+    random_states[rank] = torch.get_rng_state()
 
 
-def _complete_one(traced, runs, waiting, outputs) -> bool:
+def _complete_one(traced, runs, waiting, outputs, random_states) -> bool:
     for rank, exchange in list(waiting.items()):
         members = traced[rank].groups[exchange.group]
         if not all(
@@ -328,6 +347,6 @@ def _complete_one(traced, runs, waiting, outputs) -> bool:
                 f"ranks {members} met in different exchanges: {signatures}"
             )
         for member, result in zip(members, _complete(exchanges), strict=True):
-            _advance(runs, member, result, waiting, outputs)
+            _advance(runs, member, result, waiting, outputs, random_states)
         return True
     return False

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from . import family_a, family_b, family_c, family_d, family_f
+from . import (
+    family_a,
+    family_a_guarded,
+    family_b,
+    family_c,
+    family_d,
+    family_f,
+    gathers,
+    gathers_kv,
+    near_misses,
+    near_misses_exchange,
+    near_misses_values,
+)
 from .cases import REGISTRY
 
-__all__ = ["REGISTRY", "family_a", "family_b", "family_c", "family_d", "family_f"]
+__all__ = [
+    "REGISTRY",
+    "family_a",
+    "family_a_guarded",
+    "family_b",
+    "family_c",
+    "family_d",
+    "family_f",
+    "gathers",
+    "gathers_kv",
+    "near_misses",
+    "near_misses_exchange",
+    "near_misses_values",
+]

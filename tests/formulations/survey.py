@@ -1,11 +1,10 @@
-"""How many of the collected spellings the pass recognises, and what it does with the
-others.
+"""How many of the collected spellings the pass recognises, and what of the others.
 
-    python -m tests.formulations.survey                 one form: 2 ranks, 3 tokens, static, fp32
-    python -m tests.formulations.survey --full          every form
-    python -m tests.formulations.survey --only FC-13    cases whose id starts so, in detail
-    python -m tests.formulations.survey --show FC-13    the graph of a case on each rank
-    python -m tests.formulations.survey --trace-only    which spellings torch itself can trace
+    python -m tests.formulations.survey               2 ranks, 3 tokens, static, fp32
+    python -m tests.formulations.survey --full        every form
+    python -m tests.formulations.survey --only FC-13  ids that start so, in detail
+    python -m tests.formulations.survey --show FC-13  a case's graph, before and after
+    python -m tests.formulations.survey --trace-only  what torch itself can trace
 
 Traced graphs are kept in tests/formulations/.traces and made anew when their recipe
 changes.
@@ -24,7 +23,8 @@ import warnings
 import torch
 
 from .cases import EQUAL_OR_REFUSED, Case
-from .harness import FORMS, Verdict, apply_pass, judge, trace_case
+from .harness import FORMS, trace_ranks
+from .judging import Verdict, apply_pass, judge
 from .recipes import REGISTRY
 from .tracing import DYNAMIC
 
@@ -82,36 +82,24 @@ def settings(options: argparse.Namespace, case: Case):
                         yield world_size, tokens, form, name
 
 
+def title(case: Case, setting: tuple[int, int, str, str]) -> str:
+    world_size, tokens, form, name = setting
+    return f"{case.id:44} N={world_size} T={tokens} {form:8} {name}"
+
+
 def show(options: argparse.Namespace) -> None:
     for case_id in options.show:
         case = REGISTRY[case_id]
         for world_size, tokens, form, name in settings(options, case):
-            traced = [
-                trace_case(
-                    case, r, world_size, tokens=tokens, form=form, dtype=DTYPES[name]
-                )
-                for r in range(world_size)
-            ]
-            title = f"{case.id} N={world_size} T={tokens} {form} {name}"
-            print(f"=== {title}\n{traced[0].original.graph}")
+            traced = trace_ranks(
+                case, world_size, tokens=tokens, form=form, dtype=DTYPES[name]
+            )
+            setting = (world_size, tokens, form, name)
+            print(f"=== {title(case, setting)}\n{traced[0].original.graph}")
             verdict = Verdict(case)
-            for rank, module in enumerate(apply_pass(case, traced, 5, verdict)):
-                print(
-                    f"--- after the pass, rank {rank}: {verdict.outcome}\n{module.graph}"
-                )
-
-
-def describe(verdict: Verdict) -> str:
-    parts = [verdict.outcome or "failed"]
-    if verdict.refusals:
-        parts.append("codes " + ", ".join(verdict.refusals))
-    if verdict.left and verdict.outcome != "refused":
-        parts.append("left " + ", ".join(verdict.left))
-    if verdict.wrong is not None:
-        parts.append(f"WRONG by {verdict.wrong:.3g}")
-    if verdict.error:
-        parts.append(verdict.error.splitlines()[0])
-    return "; ".join(parts)
+            modules = apply_pass(case, traced, 5, verdict)
+            for rank, module in enumerate(modules):
+                print(f"--- rank {rank} after the pass, {verdict}\n{module.graph}")
 
 
 class Tally:
@@ -134,51 +122,40 @@ class Tally:
         ]
 
     def print(self) -> None:
-        print(
-            f"\n{'N':>2} {'T':>2} {'form':9} {'dtype':5}  rewritten / recipes   near misses equal"
-        )
+        columns = f"{'N':>2} {'T':>2} {'form':9} {'dtype':5}"
+        print(f"\n{columns}  rewritten / recipes   near misses equal")
         for setting in {**self.recipes, **self.near_misses}:
             world_size, tokens, form, name = setting
             recipes, near = self.recipes[setting], self.near_misses[setting]
             done, equal = sum(v.ok for v in recipes), sum(v.ok for v in near)
             print(
-                f"{world_size:>2} {tokens:>2} {form:9} {name:5}  {done:>9} / {len(recipes):<9}"
-                f" {equal:>9} / {len(near)}"
+                f"{world_size:>2} {tokens:>2} {form:9} {name:5}"
+                f"  {done:>9} / {len(recipes):<9} {equal:>9} / {len(near)}"
             )
         times = [v.pass_ms for v in self.all() if v.pass_ms]
         if times:
-            print(
-                f"pass: median {statistics.median(times):.1f} ms, max {max(times):.1f} ms"
-            )
+            median = statistics.median(times)
+            print(f"pass: median {median:.1f} ms, max {max(times):.1f} ms")
         codes = collections.Counter(
             c for vs in self.recipes.values() for v in vs for c in v.refusals
         )
         print("refusal codes on recipes:", dict(codes.most_common()) or "none")
         wrong = [v for v in self.all() if v.wrong is not None]
-        print(
-            f"wrong numbers: {len(wrong)}; errors: {sum(bool(v.error) for v in self.all())}"
-        )
+        errors = sum(bool(v.error) for v in self.all())
+        print(f"wrong numbers: {len(wrong)}; errors: {errors}")
 
 
 def trace_only(options: argparse.Namespace) -> int:
     failures = 0
     for case in selected(options):
-        for world_size, tokens, form, name in settings(options, case):
+        for setting in settings(options, case):
+            world_size, tokens, form, name = setting
+            dtype = DTYPES[name]
             try:
-                for rank in range(world_size):
-                    trace_case(
-                        case,
-                        rank,
-                        world_size,
-                        tokens=tokens,
-                        form=form,
-                        dtype=DTYPES[name],
-                    )
+                trace_ranks(case, world_size, tokens=tokens, form=form, dtype=dtype)
             except Exception as error:
                 failures += 1
-                print(
-                    f"{case.id:44} N={world_size} T={tokens} {form} {name}: {error!r:.200}"
-                )
+                print(f"{title(case, setting)}: {error!r:.200}")
     print(f"{failures} spellings do not trace")
     return int(failures > 0)
 
@@ -198,10 +175,7 @@ def survey(options: argparse.Namespace) -> int:
             )
             tally.add(setting, verdict)
             if not verdict.ok or options.only:
-                print(
-                    f"{case.id:44} N={world_size} T={tokens} {form:8} {name}: {describe(verdict)}",
-                    flush=True,
-                )
+                print(f"{title(case, setting)}: {verdict}", flush=True)
     tally.print()
     print(f"{time.perf_counter() - start:.0f} s")
     return int(any(not v.ok for v in tally.all()))

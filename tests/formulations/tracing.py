@@ -27,14 +27,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .cases import Case, Context
 from .fabric import fake_rank, group_ranks
-from .inputs import INPUTS, Geometry, Input, make_problem
+from .inputs import Geometry, Input, make_problem, rank_inputs
 
 STATIC, DYNAMIC, UNBACKED = FORMS = ("static", "dynamic", "unbacked")
 CACHE = Path(__file__).parent / ".traces"
 
 
 class _Captured(BaseException):
-    """Unwinds a compilation whose graph has been seen; no user error, so no Exception."""
+    """Unwinds a compilation whose graph has been seen; no user error, so no
+    Exception.
+    """
 
 
 class _CapturePass(CustomInferenceAwareGraphPass):
@@ -179,7 +181,7 @@ def trace_case(
         if stored_digest == digest:
             return traced
     geometry = case_geometry(case, world_size, tokens, dtype)
-    inputs = INPUTS[case.inputs](make_problem(geometry), rank)
+    inputs = rank_inputs(case.inputs, make_problem(geometry), rank)
     with fake_rank(
         rank, world_size, geometry.heads_per_rank, grid=case.grid
     ) as context:

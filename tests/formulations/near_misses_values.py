@@ -1,0 +1,127 @@
+"""Near misses in the values: factors, caps and limits that show on some data or sizes
+only.
+"""
+
+# ruff: noqa: E741  (l, L and O are the letters of the formulas)
+
+from __future__ import annotations
+
+import torch
+
+from . import family_a, family_c
+from . import spelling as sp
+from .cases import case
+from .near_misses import MISS, SAME, miss, weighted
+
+
+@case("NM-40", "NM", note="scaled by 1.0005", slight=True, **SAME)
+def slightly_scaled(ctx, o, l):
+    w = sp.w_logsumexp(ctx, l, sp.stack_view(ctx, l))
+    return weighted(ctx, o, w * 1.0005)
+
+
+@case("NM-40 doubled", "NM", note="twice the merge", **MISS)
+def doubled(ctx, o, l):
+    return weighted(ctx, o, sp.w_logsumexp(ctx, l, sp.stack_view(ctx, l)) * 2)
+
+
+@case(
+    "NM-41",
+    "NM",
+    result=None,
+    note="a factor of T / 3, which is 1 at the traced size",
+    **SAME,
+)
+def token_factor(ctx, o, l):
+    w = sp.w_logsumexp(ctx, l, sp.stack_view(ctx, l))
+    return weighted(ctx, o, w * (o.shape[0] / 3))
+
+
+@case(
+    "NM-41 rows",
+    "NM",
+    result=None,
+    note="rows from the sixth on get no output",
+    **SAME,
+)
+def rows_cut(ctx, o, l):
+    w = sp.w_logsumexp(ctx, l, sp.stack_view(ctx, l))
+    row = torch.arange(o.shape[0])[:, None]
+    return weighted(ctx, o, torch.where(row < 5, w, 0.0))
+
+
+@case("NM-41 one row", "NM", result=None, note="the first row gets no output", **SAME)
+def row_cut(ctx, o, l):
+    w = sp.w_logsumexp(ctx, l, sp.stack_view(ctx, l))
+    row = torch.arange(o.shape[0])[:, None]
+    return weighted(ctx, o, torch.where(row == 0, 0.0, w))
+
+
+@case(
+    "NM-42",
+    "NM",
+    result=None,
+    note="LSE clamped to +-20: differs on large scores",
+    **SAME,
+)
+def clamped_lse(ctx, o, l):
+    return family_a.merge(ctx, o, l.clamp(-20.0, 20.0))
+
+
+@case("NM-42 cap", "NM", result=None, note="soft cap on the LSE", **SAME)
+def capped_lse(ctx, o, l):
+    return family_a.merge(ctx, o, 30.0 * torch.tanh(l / 30.0))
+
+
+@case("NM-42 output", "NM", result=None, note="partials clamped to +-10", **SAME)
+def clamped_output(ctx, o, l):
+    return family_a.merge(ctx, o.clamp(-10.0, 10.0), l)
+
+
+@case(
+    "NM-43",
+    "NM",
+    result=None,
+    note="the LSE that leaves is that of the own shard",
+    **SAME,
+)
+def own_lse_leaves(ctx, o, l):
+    return family_a.merge(ctx, o, l), sp.own(ctx, l) * 1.0
+
+
+@case(
+    "NM-43 max",
+    "NM",
+    result=None,
+    note="the maximum leaves in place of the LSE",
+    **SAME,
+)
+def max_leaves(ctx, o, l):
+    L = sp.stack_view(ctx, l)
+    return weighted(ctx, o, torch.softmax(L, 0)[ctx.rank]), sp.own(ctx, L.amax(0))
+
+
+@case("NM-43 base", "NM", result=None, note="the LSE leaves in the other base", **SAME)
+def lse_in_other_base(ctx, o, l):
+    g = torch.logsumexp(sp.stack_view(ctx, l), 0)
+    return weighted(ctx, o, torch.exp(l - g)), sp.own(ctx, g) * family_a.LOG2E
+
+
+miss(
+    "NM-44",
+    lambda ctx, o, mx, sm: family_c.merge(ctx, o, mx),
+    "o, max, sum",
+    note="the maximum alone taken for an LSE",
+)
+miss(
+    "NM-44 sum",
+    lambda ctx, o, mx, sm: family_c.merge(ctx, o, mx + sm),
+    "o, max, sum",
+    note="max + sum in place of max + log(sum)",
+)
+miss(
+    "NM-44 accumulator",
+    lambda ctx, a, mx, sm: family_c.merge(ctx, a, mx + torch.log(sm)),
+    "accumulator, max, sum",
+    note="an un-normalised accumulator merged as if it were normalised",
+)
