@@ -12,7 +12,7 @@ import torch
 
 from dcp_inductor import ops  # noqa: F401  (declares the library that this file adds to)
 
-PROTOCOL = 1
+PROTOCOL = 2
 DONE, PENDING, MISMATCH = 0, 1, 2
 
 _LIBRARY = torch.library.Library("dcp_inductor", "FRAGMENT")

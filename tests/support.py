@@ -196,7 +196,7 @@ class VirtualRanks:
         self.tables = [
             torch.tensor(
                 layout.table_words(
-                    rank, 0, 0, 0, slot_bytes, *map(list, zip(*addresses, strict=True))
+                    rank, 0, 0, slot_bytes, *map(list, zip(*addresses, strict=True))
                 )
             )
             for rank in range(size)

@@ -29,8 +29,8 @@ const dcp::Table& table_of(const Tensor& table) {
                   "table: expected contiguous int64 words");
   const auto& view = *static_cast<const dcp::Table*>(table.data_ptr());
   STD_TORCH_CHECK(view.world_size >= 1 && view.world_size <= dcp::kMaxRanks &&
-                      table.numel() == 6 + 2 * view.world_size,
-                  "table: expected 6 + 2 * world_size words, got ", table.numel());
+                      table.numel() == 5 + 2 * view.world_size,
+                  "table: expected 5 + 2 * world_size words, got ", table.numel());
   return view;
 }
 

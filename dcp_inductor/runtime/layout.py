@@ -17,14 +17,15 @@ TAG = 0  # uint64: who created the block
 EPOCH = 64  # uint32: calls begun by the owner
 FAULT_PEER = 68  # uint32: the peer for which the owner's last call did not end well
 DEAD = 128  # uint32: the owner has given up
-SLOTS = 192
+SLEEPERS = 192  # uint32: peers that sleep until the owner publishes
+SLOTS = 256
 SIGNATURE = 8  # within a slot, behind its published epoch
 SIGNATURE_BYTES = 256
 SLOT_BYTES = 320
 CONTROL_BYTES = SLOTS + 2 * SLOT_BYTES
 
 # The words of a launch table, ahead of the addresses.
-TABLE_WORDS = ("world_size", "rank", "spin_ns", "yield_ns", "patience_ns", "slot_bytes")
+TABLE_WORDS = ("world_size", "rank", "spin_ns", "patience_ns", "slot_bytes")
 
 EPOCHS = 1 << 32
 MAX_RANKS = 128
@@ -93,7 +94,6 @@ def is_later(epoch: int, other: int) -> bool:
 def table_words(
     rank: int,
     spin_ns: int,
-    yield_ns: int,
     patience_ns: int,
     slot_bytes: int,
     controls: list[int],
@@ -101,7 +101,7 @@ def table_words(
 ) -> list[int]:
     """A launch table: ``TABLE_WORDS``, then both kinds of addresses by rank."""
     return [
-        len(controls), rank, spin_ns, yield_ns, patience_ns, slot_bytes,
+        len(controls), rank, spin_ns, patience_ns, slot_bytes,
         *controls, *arenas,
     ]  # fmt: skip
 

@@ -15,7 +15,7 @@ import secrets
 import time
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 _PREFIX = "dcp_inductor/session"
 _LONGEST_NAP_S = 0.02

@@ -37,7 +37,6 @@ PATIENCE_S = 0.1
 # Votes are read after this much waiting, and then as often.
 VOTES_AFTER_S = 1.0
 _SPIN_S = 50e-6
-_YIELD_S = 2e-3
 _ANSWER = b"answer "
 
 
@@ -140,13 +139,12 @@ class Workspace:
         layout.write_u32(self._controls[self.rank], layout.DEAD, 1)
 
     def _table(self, slot_bytes: int, arenas: list[int]) -> Tensor:
-        # With more ranks than processors, a rank that spins keeps its peers from
-        # running.
+        # With more ranks than processors a rank that spins keeps its peers waiting.
         crowded = self.world_size > len(os.sched_getaffinity(0))
         spin_ns = 0 if crowded else int(_SPIN_S * 1e9)
         words = layout.table_words(
-            self.rank, spin_ns, int(_YIELD_S * 1e9), int(PATIENCE_S * 1e9), slot_bytes,
-            self._addresses, arenas,
+            self.rank, spin_ns, int(PATIENCE_S * 1e9), slot_bytes, self._addresses,
+            arenas,
         )  # fmt: skip
         return torch.tensor(words, dtype=torch.int64)
 

@@ -204,7 +204,7 @@ def test_gather_reaches_beyond_32_bits() -> None:
     control = mmap.mmap(-1, layout.CONTROL_BYTES)
     arena = sparse(2 * slot_bytes, torch.uint8)
     address = ctypes.addressof(ctypes.c_char.from_buffer(control))
-    words = layout.table_words(0, 0, 0, 0, slot_bytes, [address], [arena.data_ptr()])
+    words = layout.table_words(0, 0, 0, slot_bytes, [address], [arena.data_ptr()])
     # The second call uses slot 0, the first slot 1, beyond 4 GiB.
     for _ in range(2):
         output.as_strided((2, heads, width), (BEYOND, width, 1)).zero_()

@@ -103,5 +103,5 @@ def test_host_arithmetic_reaches_beyond_32_bits() -> None:
     assert needed == 603_979_776
     assert layout.arena_bytes(slot) == 1 << 31
     assert layout.combine_slot_bytes(32768, 128, 512 * 2) == 4_311_744_512
-    words = layout.table_words(1, 0, 0, 0, slot, [1 << 47, 2], [3, (1 << 47) + 7])
-    assert words == [2, 1, 0, 0, 0, slot, 1 << 47, 2, 3, (1 << 47) + 7]
+    words = layout.table_words(1, 0, 0, slot, [1 << 47, 2], [3, (1 << 47) + 7])
+    assert words == [2, 1, 0, 0, slot, 1 << 47, 2, 3, (1 << 47) + 7]
