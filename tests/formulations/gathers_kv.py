@@ -110,7 +110,7 @@ def pair_coalesced(ctx, k, v):
 
 
 def sequence(p, r):
-    """[2, t, D]: a batch of two, the rows along dim 1, an even number of them."""
+    """[2, 6, D]: a batch of two, the rows along dim 1."""
     return [
         Input(_randn(p, r, 2, 2 * p.geometry.num_tokens, p.geometry.head_dim), None)
     ]

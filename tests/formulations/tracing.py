@@ -76,14 +76,14 @@ class Traced:
         return self.graph_module()
 
 
-def mark(inputs: list[Input], form: str) -> None:
-    """Mark the token dim of every input as ``form`` asks."""
+def mark(inputs: list[Input], form: str, minimum: int | None = None) -> None:
+    """Mark the token dim of every input as ``form`` asks; ``minimum`` if unbacked."""
     for item in inputs:
         if item.token_dim is None:
             continue
         if form == UNBACKED:
             torch._dynamo.decorators.mark_unbacked(
-                item.tensor, item.token_dim, shape_id="tokens"
+                item.tensor, item.token_dim, shape_id="tokens", min=minimum
             )
         elif form == DYNAMIC and item.tensor.shape[item.token_dim] > 1:
             torch._dynamo.mark_dynamic(item.tensor, item.token_dim)
@@ -94,6 +94,7 @@ def trace(
     inputs: list[Input],
     context: Context,
     form: str = STATIC,
+    minimum: int | None = None,
 ) -> Traced:
     """Capture the graph of ``fn(*tensors)`` on the live fake rank of ``context``.
 
@@ -101,7 +102,7 @@ def trace(
     itself.
     """
     tensors = [item.tensor for item in inputs]
-    mark(inputs, form)
+    mark(inputs, form, minimum)
     capture = _CapturePass()
     bindings: list[int | None] = []
 
@@ -142,20 +143,23 @@ def case_geometry(
 
 
 def _source_digest(case: Case) -> str:
+    """Hash of torch's version and of the files that a case's graph comes from."""
     fn = case.fn
     while isinstance(fn, partial):
         fn = fn.func
     here = Path(__file__).parent
-    names = [
-        "inputs.py",
-        "spelling.py",
-        "combining.py",
-        "tracing.py",
-        "fabric.py",
-        "cases.py",
+    recipe = inspect.getmodule(fn)
+    used = [
+        Path(value.__file__)
+        for value in vars(recipe).values()
+        if inspect.ismodule(value) and value.__name__.startswith(__package__)
+    ]
+    shared = [
+        here / name
+        for name in ("inputs.py", "combining.py", "tracing.py", "fabric.py", "cases.py")
     ]
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in [Path(inspect.getfile(fn)), *(here / name for name in names)]:
+    for path in sorted({Path(recipe.__file__), *used, *shared}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -181,13 +185,22 @@ def trace_case(
         if stored_digest == digest:
             return traced
     geometry = case_geometry(case, world_size, tokens, dtype)
-    inputs = rank_inputs(case.inputs, make_problem(geometry), rank)
+    problem = make_problem(geometry)
     with fake_rank(
         rank, world_size, geometry.heads_per_rank, grid=case.grid
     ) as context:
-        traced = trace(
-            lambda *tensors: case.fn(context, *tensors), inputs, context, form
-        )
+
+        def run(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+            return case.fn(context, *tensors)
+
+        try:
+            traced = trace(run, rank_inputs(case.inputs, problem, rank), context, form)
+        except torch._dynamo.exc.UserError:
+            if form != UNBACKED:
+                raise
+            # logsumexp asks whether there are elements; only a lower bound helps.
+            inputs = rank_inputs(case.inputs, problem, rank)
+            traced = trace(run, inputs, context, form, minimum=1)
     if cache:
         CACHE.mkdir(exist_ok=True)
         path.write_bytes(pickle.dumps((digest, traced)))
