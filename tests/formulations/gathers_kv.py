@@ -111,9 +111,7 @@ def pair_coalesced(ctx, k, v):
 
 def sequence(p, r):
     """[2, 6, D]: a batch of two, the rows along dim 1."""
-    return [
-        Input(_randn(p, r, 2, 2 * p.geometry.num_tokens, p.geometry.head_dim), None)
-    ]
+    return [Input(_randn(p, r, 2, 6, p.geometry.head_dim), None)]
 
 
 def _zigzag(p, r):
