@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import mmap
 import os
 import signal
@@ -26,8 +27,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dcp_inductor import extension, launch_ops
-from dcp_inductor.runtime import layout
+from dcp_inductor import extension, launch_ops, ops, reference
+from dcp_inductor.capability import Refusal
+from dcp_inductor.runtime import layout, registry
 
 # Examples are the same on every run, and a busy machine is no failure.
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
@@ -173,6 +175,56 @@ def fallbacks() -> dict[str, int]:
     utils = sys.modules.get("torch._dynamo.utils")
     counts = utils.counters["dcp_inductor"] if utils else {}
     return {k: v for k, v in counts.items() if k.startswith("fallback.") and v}
+
+
+def combine(
+    name: str, rank: int, size: int, tokens: int = 3, seed: int = 0
+) -> torch.Tensor:
+    """One combine over heads, checked; returns the result."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(size, tokens, 2 * size, 16, generator=generator)
+    lses = torch.randn(size, tokens, 2 * size, generator=generator)
+    got = ops.a2a_lse_reduce(outputs[rank], lses[rank], torch.empty(0), name)[0]
+    exact = reference.merge(outputs, lses)[0].chunk(size, 1)[rank]
+    torch.testing.assert_close(got, exact, atol=1e-5, rtol=1e-5)
+    return got
+
+
+def gather(name: str, rank: int, size: int, tokens: int = 3) -> None:
+    """One query gather, checked."""
+    rows = torch.arange(tokens * 4, dtype=torch.float32).view(tokens, 1, 4)
+    got = ops.q_gather(rows + 100 * rank, torch.empty(0), name)[0]
+    assert torch.equal(got, torch.cat([rows + 100 * r for r in range(size)], 1))
+
+
+def epoch(name: str) -> int:
+    """Exchanges that this rank has begun in a group that exchanges directly."""
+    workspace = registry.workspace_for(name)
+    assert not isinstance(workspace, Refusal), workspace
+    return workspace.epoch
+
+
+def fresh_group(world_size: int) -> dist.ProcessGroup:
+    """A group of all ranks with no history."""
+    return dist.new_group(list(range(world_size)))
+
+
+class Log(logging.Handler):
+    """Messages of dcp_inductor at warning level and above, while it is in use."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> Log:
+        logging.getLogger("dcp_inductor").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("dcp_inductor").removeHandler(self)
 
 
 class VirtualRanks:

@@ -1,76 +1,30 @@
-"""Groups, capacity, votes and knobs of the CPU runtime, with real processes."""
+"""Groups, capacity and knobs of the CPU runtime, with real processes."""
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import logging
 import os
 import threading
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from dcp_inductor import config, extension, ops, reference
-from dcp_inductor.runtime import bootstrap, process, registry, shm, ubatch
-from tests.support import fallbacks, group_name, world
+from dcp_inductor import config, ops, reference
+from dcp_inductor.runtime import registry, shm, ubatch
+from tests.support import (
+    Log,
+    combine,
+    epoch,
+    fallbacks,
+    fresh_group,
+    gather,
+    group_name,
+    world,
+)
 
 TOKEN = torch.empty(0)
-
-
-def combine(name: str, rank: int, size: int, tokens: int = 3, seed: int = 0) -> Tensor:
-    """One combine over heads, checked; returns the result."""
-    generator = torch.Generator().manual_seed(seed)
-    outputs = torch.randn(size, tokens, 2 * size, 16, generator=generator)
-    lses = torch.randn(size, tokens, 2 * size, generator=generator)
-    got = ops.a2a_lse_reduce(outputs[rank], lses[rank], TOKEN, name)[0]
-    exact = reference.merge(outputs, lses)[0].chunk(size, 1)[rank]
-    torch.testing.assert_close(got, exact, atol=1e-5, rtol=1e-5)
-    return got
-
-
-def gather(name: str, rank: int, size: int, tokens: int = 3) -> None:
-    """One query gather, checked."""
-    rows = torch.arange(tokens * 4, dtype=torch.float32).view(tokens, 1, 4)
-    got = ops.q_gather(rows + 100 * rank, TOKEN, name)[0]
-    assert torch.equal(got, torch.cat([rows + 100 * r for r in range(size)], 1))
-
-
-def epoch(name: str) -> int:
-    workspace = registry.workspace_for(name)
-    assert not isinstance(workspace, registry.Refusal), workspace
-    return workspace.epoch
-
-
-def fresh_group(world_size: int) -> dist.ProcessGroup:
-    """A group of all ranks with no history."""
-    return dist.new_group(list(range(world_size)))
-
-
-class Log(logging.Handler):
-    """Messages of dcp_inductor at warning level and above, while it is in use."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> Log:
-        logging.getLogger("dcp_inductor").addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        logging.getLogger("dcp_inductor").removeHandler(self)
-
-
-# --- groups ------------------------------------------------------------------------
 
 
 def several_groups(rank: int, size: int) -> None:
@@ -225,112 +179,6 @@ def no_rows(rank: int, size: int) -> None:
 
 def test_no_rows_means_no_exchange() -> None:
     world(2).run(no_rows)
-
-
-# --- votes: if one rank cannot, none does ---------------------------------------------
-
-
-def one_cannot(rank: int, size: int, how: str, code: str, pattern: str) -> None:
-    import re
-
-    group = fresh_group(size)
-    name = group.group_name
-    before = fallbacks().get(f"fallback.{code}", 0)
-    here = process.current()
-    full = OSError(errno.ENOSPC, "No space left on device")
-    created = mock.Mock(side_effect=AssertionError("memory before the hosts are known"))
-    patches = {
-        "build": mock.patch.object(
-            extension, "load_extension", return_value="no C++ compiler found"
-        ),
-        "hosts": mock.patch.object(
-            process,
-            "current",
-            return_value=dataclasses.replace(here, hostname="elsewhere"),
-        ),
-        "allocation": mock.patch.object(shm, "create", side_effect=full),
-        "mapping": mock.patch.object(shm, "attach", side_effect=full),
-    }
-    with Log() as told:
-        if how == "hosts":
-            mock.patch.object(shm, "create", created).start()
-        if rank == size - 1:
-            patches[how].start()
-        try:
-            for step in range(20):
-                combine(name, rank, size, seed=step)
-        finally:
-            mock.patch.stopall()
-    assert fallbacks()[f"fallback.{code}"] - before == 20
-    with config.patch(direct_combine="force"):
-        with pytest.raises(RuntimeError, match=pattern):
-            combine(name, rank, size)
-    assert len(told.messages) == (1 if rank == 0 else 0), told.messages
-    assert all(re.search(pattern, message) for message in told.messages)
-    assert not created.called
-    # The refusal is of this group; once its cause is gone, all may vote again.
-    registry.recover(group)
-    combine(name, rank, size)
-    assert epoch(name) > 0
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "pattern"),
-    [
-        ("build", "build", r"rank 1: no C\+\+ compiler found"),
-        ("hosts", "hosts", r"rank 1 has hostname elsewhere, rank 0 has \S+; shared"),
-        ("allocation", "allocation", r"rank 1: cannot create .* No space left"),
-        ("mapping", "allocation", r"rank 1: cannot map the segment of rank 0: .*space"),
-    ],
-)
-def test_if_one_rank_cannot_none_does(how: str, code: str, pattern: str) -> None:
-    world(2).run(one_cannot, how, code, pattern)
-
-
-def arena_cannot(rank: int, size: int, what: str) -> None:
-    name = fresh_group(size).group_name
-    gather(name, rank, size)  # a small arena, which stays in use
-    before = fallbacks().get("fallback.allocation", 0)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with Log() as told:
-        patch = mock.patch.object(shm, what, side_effect=full)
-        if rank == 0:
-            patch.start()
-        big = torch.full((2, 1, 4096), 1.0 + rank)
-        try:
-            for _ in range(3):
-                got = ops.q_gather(big, TOKEN, name)[0]
-                assert torch.equal(got[:, 1], torch.full((2, 4096), 2.0))
-        finally:
-            mock.patch.stopall()
-    gather(name, rank, size)
-    assert fallbacks()["fallback.allocation"] - before == 3
-    assert len(told.messages) == (1 if rank == 0 else 0), told.messages
-    assert all("rank 0: cannot" in message for message in told.messages)
-
-
-@pytest.mark.parametrize("what", ["create", "attach"])
-def test_an_arena_that_one_rank_cannot_have_is_refused_by_all(what: str) -> None:
-    world(2).run(arena_cannot, what)
-
-
-def test_facts_decide_alike_for_all() -> None:
-    fact = {
-        **process.current().as_dict(),
-        "protocol": 1,
-        "num_ubatches": 1,
-        "refusal": None,
-    }
-    assert bootstrap.decide([fact, dict(fact)]) is None
-    for key, value in (
-        ("boot_id", "another"),
-        ("uid", -1),
-        ("protocol", 2),
-        ("num_ubatches", 5),
-    ):
-        refusal = bootstrap.decide([fact, {**fact, key: value}])
-        assert refusal is not None
-        assert refusal.detail.startswith(f"rank 1 has {key} {value}")
 
 
 # --- knobs and modes -------------------------------------------------------------
