@@ -75,7 +75,9 @@ def run(which: str, root: Path, cache: Path) -> dict[str, list[object]]:
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(root), os.environ.get("PYTHONPATH")))
+        ),
     }
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, which],
