@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,14 @@ class Generation:
     cache: PagedLatentCache
 
 
-def compile_step(model: MlaLM, how: str, dynamic: bool | None = None) -> DecodeStep:
-    """The decode step: ``how`` is "eager" or the name of a torch.compile backend."""
+def compile_step(model: MlaLM, how: str, **options: Any) -> DecodeStep:
+    """The decode step: ``how`` is "eager" or the name of a torch.compile backend.
+
+    ``options`` are further arguments of torch.compile.
+    """
     if how == "eager":
         return model
-    return torch.compile(model, backend=how, fullgraph=True, dynamic=dynamic)
+    return torch.compile(model, backend=how, fullgraph=True, **options)
 
 
 def prefill(

@@ -81,7 +81,7 @@ def _collect(
             try:
                 kind, value = pipes[rank].recv()
             except EOFError:
-                processes[rank].join(2)
+                processes[rank].join(5)
                 failures[rank] = f"ended with exit code {processes[rank].exitcode}"
                 continue
             if kind == "result":

@@ -1,0 +1,7 @@
+"""``python -m examples.mla_lm``: see cli.py."""
+
+import sys
+
+from examples.mla_lm.cli import main
+
+sys.exit(main())
