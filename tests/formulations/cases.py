@@ -50,7 +50,8 @@ class Case:
     value. ``inputs`` is a key of ``inputs.INPUTS`` or such a function. ``deviates``
     marks a near miss whose value must be far from the dense merge, ``slight`` one that
     is only less exact, ``ambiguous`` one whose graph on some rank is exactly that of
-    the merge, so that the ranks may end in an error. ``traceable`` and ``unbacked`` are
+    the merge, so that the ranks may end in an error. ``leaves`` are the collectives
+    that are no part of a site and have to stay. ``traceable`` and ``unbacked`` are
     False where torch itself cannot trace the spelling (with an unbacked token count).
     """
 
@@ -68,6 +69,7 @@ class Case:
     ambiguous: bool = False
     grid: bool = False
     traceable: bool = True
+    leaves: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = (2, 4)
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 

@@ -334,3 +334,25 @@ def key_head_major(ctx, q):
     """
     whole = sp.ag(ctx, q, 1).unflatten(1, (ctx.world_size, ctx.heads_per_rank))
     return whole.transpose(1, 2).flatten(1, 2)
+
+
+def _padded_result(p, r):
+    return torch.nn.functional.pad(_whole_query(p), (0, 0, 0, 64 - p.geometry.heads))
+
+
+def padded_heads(ctx: Context, q: Tensor, *, how: str) -> Tensor:
+    """The kernel wants 64 heads: the gathered ones and zeros behind them."""
+    whole = sp.ag(ctx, q, 1)
+    more = 64 - ctx.heads
+    if how == "pad":
+        return torch.nn.functional.pad(whole, (0, 0, 0, more))
+    if how == "cat":
+        zeros = whole.new_zeros((whole.shape[0], more, whole.shape[2]))
+        return torch.cat([whole, zeros], 1)
+    buffer = whole.new_zeros((whole.shape[0], 64, whole.shape[2]))
+    buffer[:, : ctx.heads] = whole
+    return buffer
+
+
+for _how in ("pad", "cat", "buffer"):
+    add(f"G18 {_how}", "G", partial(padded_heads, how=_how), query, _padded_result)

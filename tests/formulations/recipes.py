@@ -14,6 +14,8 @@ from . import (
     near_misses,
     near_misses_exchange,
     near_misses_values,
+    surroundings,
+    uneven,
 )
 from .cases import REGISTRY
 
@@ -30,4 +32,6 @@ __all__ = [
     "near_misses",
     "near_misses_exchange",
     "near_misses_values",
+    "surroundings",
+    "uneven",
 ]
