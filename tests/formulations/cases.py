@@ -51,7 +51,8 @@ class Case:
     marks a near miss whose value must be far from the dense merge, ``slight`` one that
     is only less exact, ``ambiguous`` one whose graph on some rank is exactly that of
     the merge, so that the ranks may end in an error. ``leaves`` are the collectives
-    that are no part of a site and have to stay. ``traceable`` and ``unbacked`` are
+    that are no part of a site and have to stay; ``tolerance`` the recipe's own distance
+    to the dense result where its algebra is not in fp32. ``traceable`` and ``unbacked`` are
     False where torch itself cannot trace the spelling (with an unbacked token count).
     """
 
@@ -70,6 +71,7 @@ class Case:
     grid: bool = False
     traceable: bool = True
     leaves: tuple[str, ...] = ()
+    tolerance: float | None = None
     world_sizes: tuple[int, ...] = (2, 4)
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
