@@ -52,8 +52,9 @@ class Case:
     is only less exact, ``ambiguous`` one whose graph on some rank is exactly that of
     the merge, so that the ranks may end in an error. ``leaves`` are the collectives
     that are no part of a site and have to stay; ``tolerance`` the recipe's own distance
-    to the dense result where its algebra is not in fp32. ``traceable`` and ``unbacked`` are
-    False where torch itself cannot trace the spelling (with an unbacked token count).
+    to the dense result where its algebra is not in fp32. ``traceable`` and ``unbacked``
+    are False where torch itself cannot trace the spelling (with an unbacked token
+    count).
     """
 
     id: str
