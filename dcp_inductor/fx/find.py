@@ -33,6 +33,18 @@ _MAX_FRONTIER = 16
 _MAX_REGION = 600
 
 
+_aten = torch.ops.aten
+_CONTRACTIONS = {
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.matmul.default,
+    _aten.linear.default,
+    _aten.convolution.default,
+}
+
+
 @dataclass(frozen=True)
 class Cut:
     """Where a merge starts: this rank's partial output and its one or two statistics."""
@@ -92,6 +104,10 @@ class GraphIndex:
         self.order: dict[Node, int] = {}
         self.constants: set[Node] = set()
         self.collectives: list[Collective] = []
+        self._shapes: dict[Node, tuple[str, ...]] = {}
+        self._inputs: dict[Node, list[Node]] = {}
+        # Group of a collective, "" for plain nodes, "-" for what no merge reaches through.
+        self._groups: dict[Node, str] = {}
         for position, node in enumerate(graph.nodes):
             self.order[node] = position
             collective = as_collective(node)
@@ -99,6 +115,37 @@ class GraphIndex:
                 self.collectives.append(collective)
             elif self._is_constant(node):
                 self.constants.add(node)
+
+    def shape(self, node: Node) -> tuple[str, ...]:
+        """Names of the sizes of a tensor node."""
+        known = self._shapes.get(node)
+        if known is None:
+            value = tensor_val(node)
+            known = self._shapes[node] = shape_key(value.shape) if value is not None else ()
+        return known
+
+    def inputs(self, node: Node) -> list[Node]:
+        """Tensor inputs of a node."""
+        known = self._inputs.get(node)
+        if known is None:
+            known = self._inputs[node] = tensor_inputs(node)
+        return known
+
+    def can_open(self, node: Node, group_name: str) -> bool:
+        """Whether a merge may reach up through the node.
+
+        Not through a matrix product, which is where attention or a projection begins.
+        """
+        known = self._groups.get(node)
+        if known is None:
+            collective = as_collective(node)
+            if collective is not None:
+                known = collective.group_name
+            else:
+                plain = (is_pure(node) and not _is_contraction(node)) or is_wait(node)
+                known = "" if plain else "-"
+            self._groups[node] = known
+        return known in ("", group_name)
 
     def _is_constant(self, node: Node) -> bool:
         if node.op == "get_attr":
@@ -134,7 +181,7 @@ class GraphIndex:
                     continue
             elif not is_pure(node) and not is_wait(node):
                 continue
-            inputs = tensor_inputs(node)
+            inputs = self.inputs(node)
             if not all(source in known or source in self.constants for source in inputs):
                 continue
             known.add(node)
@@ -215,8 +262,8 @@ def _partial_outputs(index: GraphIndex, collective: Collective) -> Iterator[Node
             value = tensor_val(candidate)
             if value is not None and value.dtype.is_floating_point and value.dim() >= 2:
                 yield candidate
-        if is_pure(node):
-            queue.extend(tensor_inputs(node))
+        if is_pure(node) and not _is_contraction(node):
+            queue.extend(index.inputs(node))
 
 
 def _same_elements(node: Node) -> list[Node]:
@@ -258,7 +305,7 @@ def _joins(
         plain = is_pure(node) or is_wait(node) or as_collective(node) is not None
         if not plain or is_number(node):
             continue
-        met = [s for s in tensor_inputs(node) if s not in reached and s not in index.constants]
+        met = [s for s in index.inputs(node) if s not in reached and s not in index.constants]
         if met:
             joins += 1
             side += met
@@ -278,38 +325,43 @@ def _statistics(
     group_name: str,
 ) -> Iterator[Cut]:
     """Walk up from the join's other inputs; every frontier of statistics' shape is a cut."""
-    shape = shape_key(tensor_val(partial_output).shape)  # type: ignore[union-attr]
+    shape = index.shape(partial_output)
     frontier = set(side)
     for _ in range(_MAX_STATISTICS):
         if not frontier or len(frontier) > _MAX_FRONTIER:
             return
-        if len(frontier) <= 2 and all(_is_statistic(node, shape) for node in frontier):
+        closed = [node for node in frontier if not index.can_open(node, group_name)]
+        # What cannot be opened stays in every later frontier.
+        if len(closed) > 2 or not all(_is_statistic(index, node, shape) for node in closed):
+            return
+        if len(frontier) <= 2 and all(_is_statistic(index, node, shape) for node in frontier):
             ordered = tuple(sorted(frontier, key=index.order.__getitem__))
             if not any(as_collective(n) is not None or is_wait(n) for n in ordered):
                 yield Cut(partial_output, ordered)
-        open_nodes = [node for node in frontier if _can_open(node, group_name)]
-        if not open_nodes:
+        if len(closed) == len(frontier):
             return
-        latest = max(open_nodes, key=lambda n: (is_view_like(n), index.order[n]))
+        latest = max(
+            (node for node in frontier if node not in closed),
+            key=lambda n: (is_view_like(n), index.order[n]),
+        )
         frontier.discard(latest)
-        for source in tensor_inputs(latest):
+        for source in index.inputs(latest):
             if source not in reached and source not in index.constants:
                 frontier.add(source)
 
 
-def _can_open(node: Node, group_name: str) -> bool:
-    collective = as_collective(node)
-    if collective is not None:
-        return collective.group_name == group_name
-    return is_pure(node) or is_wait(node)
+def _is_contraction(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _CONTRACTIONS
 
 
-def _is_statistic(node: Node, shape: tuple[str, ...]) -> bool:
+def _is_statistic(index: GraphIndex, node: Node, shape: tuple[str, ...]) -> bool:
     """Whether the node has one number for each row of a partial output of ``shape``."""
     value = tensor_val(node)
     if value is None or not value.dtype.is_floating_point:
         return False
-    return bool(statistic_axes(shape_key(value.shape), shape))
+    if sum(size != "1" for size in index.shape(node)) >= len(shape):
+        return False
+    return bool(statistic_axes(index.shape(node), shape))
 
 
 def statistic_axes(
