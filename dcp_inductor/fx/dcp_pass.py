@@ -148,14 +148,12 @@ class _Run:
         token = self._first_token(site)
         exits = [e.node for e in (site.proof.exits if isinstance(site, MergeSite) else site.exits)]
         replaced = replaced_collectives(site.region, exits)
-        before = list(self._graph.nodes)
         try:
             if isinstance(site, MergeSite):
                 replacements = rewrite_merge(self._graph, site, token)
             else:
                 replacements = rewrite_gather(self._graph, site, token)
         except CannotExpress as error:
-            _undo(self._graph, before)
             return Reject("symbolic_shape", str(error))
         self._moved.update(replacements)
         self._replaced += replaced
@@ -185,14 +183,6 @@ class _Run:
             stable_topological_sort(self._graph)
         if self._replaced:
             check_rewrite(self._graph, self._replaced)
-
-
-def _undo(graph: Graph, before: list[Node]) -> None:
-    """Erase what a rewrite added before it gave up."""
-    kept = set(before)
-    for node in reversed(list(graph.nodes)):
-        if node not in kept:
-            graph.erase_node(node)
 
 
 def _reasons(summary: report.GraphReport) -> str:

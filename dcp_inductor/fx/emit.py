@@ -28,6 +28,7 @@ class Emitter:
     def __init__(self, graph: Graph, origin: Node) -> None:
         self._graph = graph
         self._origin = origin
+        self.created: list[Node] = []
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of ``target`` whose fake result is in ``meta["val"]``."""
@@ -36,6 +37,7 @@ class Emitter:
         with _fake_mode_of(self._origin):
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         copy_origin(self._origin, node)
+        self.created.append(node)
         return node
 
     def item(self, node: Node, index: int) -> Node:
@@ -43,6 +45,7 @@ class Emitter:
         result = self._graph.call_function(operator.getitem, (node, index))
         result.meta["val"] = node.meta["val"][index]
         copy_origin(self._origin, result)
+        self.created.append(result)
         return result
 
     def permute(self, node: Node, order: Sequence[int]) -> Node:
@@ -61,6 +64,11 @@ class Emitter:
             return node
         return self.call(_aten.reshape.default, node, self._size_arguments(node, sizes))
 
+    def _undo(self) -> None:
+        """Erase what was added: the rewrite gives up."""
+        for node in reversed(self.created):
+            self._graph.erase_node(node)
+
     def _size_arguments(self, node: Node, sizes: Sequence[int | torch.SymInt]) -> list[Size]:
         known = {size_name(size): dim for dim, size in enumerate(_val(node).shape)}
         arguments: list[Size] = []
@@ -76,6 +84,7 @@ class Emitter:
                 inferred += 1
                 arguments.append(-1)
         if inferred > 1:
+            self._undo()
             raise CannotExpress(f"no views make shape {shape_key(sizes)}")
         return arguments
 

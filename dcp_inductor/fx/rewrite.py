@@ -73,7 +73,7 @@ class _MergeWriter:
         self.site = site
         self.plan = plan
         self.emit = Emitter(graph, site.origin)
-        self.anchor = _Anchor(graph, _last(graph, (*site.cut.leaves, token)))
+        self.anchor = _Anchor(graph, _last((*site.cut.leaves, token)))
         self.hypothesis = site.proof.hypothesis
         self.shape = _val(site.cut.partial_output).shape
         with self.anchor:
@@ -235,7 +235,7 @@ def rewrite_gather(graph: Graph, site: GatherSite, token: Node) -> list[tuple[No
     Returns:
         ``(old, new)`` for each exit.
     """
-    anchor = _Anchor(graph, _last(graph, (site.source, token)))
+    anchor = _Anchor(graph, _last((site.source, token)))
     emit = Emitter(graph, site.origin)
     source = _val(site.source)
     world_size = site.group.world_size
@@ -302,14 +302,11 @@ def _val(node: Node) -> torch.Tensor:
     return value
 
 
-def _last(graph: Graph, nodes: Sequence[Node]) -> Node:
-    """The node that comes last in the graph; placeholders count as their last one."""
-    wanted = set(nodes)
-    last = None
-    for node in graph.nodes:
-        if node in wanted or node.op == "placeholder":
-            last = node
-    assert last is not None
+def _last(nodes: Sequence[Node]) -> Node:
+    """The node that comes last in its graph; placeholders count as their last one."""
+    last = max(nodes)
+    while last.next.op == "placeholder":
+        last = last.next
     return last
 
 
