@@ -133,8 +133,10 @@ def _cache_directory() -> Path:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
-        # Somebody else's directory under /tmp could hold somebody else's library.
-        if directory.stat().st_uid == os.getuid() and os.access(directory, os.W_OK):
+        status = directory.stat()
+        # What others can write to could hold somebody else's library.
+        private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+        if private and os.access(directory, os.W_OK):
             return directory
     raise RuntimeError(f"expected a writable cache directory, tried {candidates}")
 

@@ -12,7 +12,8 @@
 
 #include "exchange.h"
 
-// Read by dcp_inductor/extension.py from the file, before it loads a library that was built earlier.
+// Read by dcp_inductor/extension.py from the file, before it loads a library that was built
+// earlier.
 #ifndef DCP_INDUCTOR_SOURCES
 #define DCP_INDUCTOR_SOURCES "unknown"
 #endif
@@ -73,9 +74,9 @@ int64_t shm_gather(const Tensor& input, const Tensor& output, const Tensor& tabl
                   "input: expected [tokens, heads, D] with dense rows");
   STD_TORCH_CHECK(output.is_contiguous(), "output: expected a contiguous tensor");
   const dcp::Gather gather{
-      bytes_of(input),         input.size(0),           input.size(1),    input.size(2) * size,
-      input.stride(0) * size,  input.stride(1) * size,  bytes_of(output), rank_stride * size,
-      token_stride * size,
+      bytes_of(input),      input.size(0),          input.size(1),
+      input.size(2) * size, input.stride(0) * size, input.stride(1) * size,
+      bytes_of(output),     rank_stride * size,     token_stride * size,
   };
   STD_TORCH_CHECK(gather.tokens * gather.heads * gather.row_bytes <= view.slot_bytes,
                   "input: more bytes than the ", view.slot_bytes, " of a slot");

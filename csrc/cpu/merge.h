@@ -76,7 +76,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))) void merg
 }
 template <typename In, typename Out>
 __attribute__((target("avx2,fma"))) void merge_row_avx2(const Shards& shards, void* output,
-                                                       int64_t head_dim) {
+                                                        int64_t head_dim) {
   merge_row<In, Out>(shards, output, head_dim);
 }
 #endif

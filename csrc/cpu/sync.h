@@ -42,10 +42,10 @@ struct alignas(kCacheLine) Slot {
 };
 
 struct alignas(kCacheLine) Control {
-  uint64_t tag;                                  // written by Python when the block is created
-  alignas(kCacheLine) uint32_t epoch;            // calls begun by this rank
-  uint32_t fault_peer;                           // why the last call did not end in kDone
-  uint32_t vain_spins;                           // in a row, and of this rank only
+  uint64_t tag;                                    // written by Python when the block is created
+  alignas(kCacheLine) uint32_t epoch;              // calls begun by this rank
+  uint32_t fault_peer;                             // why the last call did not end in kDone
+  uint32_t vain_spins;                             // in a row, and of this rank only
   alignas(kCacheLine) std::atomic<uint32_t> dead;  // this rank has given up on the group
   alignas(kCacheLine) std::atomic<uint32_t> sleepers;  // peers that sleep on a slot of this rank
   Slot slots[2];
@@ -62,7 +62,7 @@ struct Table {
   int64_t rank;
   int64_t spin_ns;      // busy-wait this long, then sleep
   int64_t patience_ns;  // return kPending after this long
-  int64_t slot_bytes;  // of an arena
+  int64_t slot_bytes;   // of an arena
   int64_t addresses[];
 
   Control* control(int64_t peer) const { return reinterpret_cast<Control*>(addresses[peer]); }

@@ -42,12 +42,16 @@ def join(group: dist.ProcessGroup, timeout_s: float) -> Membership | Refusal:
         )
     if "fake" in dist.get_backend(group):
         return Refusal("fake_group", "the group's backend does not communicate")
+    try:
+        store = groups.store(group)
+    except KeyError:
+        store = None
+    if store is None:
+        return Refusal("no_store", "the group has no store to meet at")
     # Looked up before the rendezvous, so that a build does not count as waiting.
     own = _local_refusal()
     try:
-        session = rendezvous.Session(
-            groups.store(group), group.rank(), group.size(), timeout_s
-        )
+        session = rendezvous.Session(store, group.rank(), group.size(), timeout_s)
         return _vote(session, group.rank(), own)
     except rendezvous.PeersMissingError as error:
         record = FaultRecord(

@@ -19,7 +19,10 @@ log = logging.getLogger(__name__)
 # is another.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace] | Refusal]
 _groups = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+# One lock a group: two groups may be set up at once, in any order on each rank.
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock]
+_locks = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def workspace_for(group_name: str) -> Workspace | Refusal:
@@ -61,22 +64,22 @@ def recover(group: dist.ProcessGroup | None = None) -> None:
         raise ValueError(
             "expected a process group, got none: torch.distributed is not set up"
         )
-    with _lock:
-        members = _groups.pop(group, None)
-        if isinstance(members, list):
-            for workspace in members:
-                workspace.mark_dead("recover() was called")
-        _set_up(group)
+    members = _groups.pop(group, None)
+    if isinstance(members, list):
+        for workspace in members:
+            workspace.mark_dead("recover() was called")
+    _set_up(group)
 
 
 def close(group: dist.ProcessGroup) -> None:
     """Drop the workspaces of ``group``, which its next exchange would set up anew."""
-    with _lock:
-        _groups.pop(group, None)
+    _groups.pop(group, None)
 
 
 def _set_up(group: dist.ProcessGroup) -> list[Workspace] | Refusal:
     with _lock:
+        lock = _locks.setdefault(group, threading.Lock())
+    with lock:
         members = _groups.get(group)
         if members is None:
             joined = bootstrap.join(group, config.timeout_s)

@@ -21,7 +21,10 @@ _PREFIX = "dcp_inductor"
 
 
 class Segment:
-    """A mapped segment: its name, size, address in this process, and bytes."""
+    """A mapped segment: its name, size, address in this process, and bytes.
+
+    Mapped for as long as the object lives: a launch on another thread may be using it.
+    """
 
     def __init__(self, name: str, descriptor: int, size: int) -> None:
         self.name = name
@@ -34,12 +37,6 @@ class Segment:
     def unlink(self) -> None:
         """Remove the name; the memory lives until the last rank has closed it."""
         (DIRECTORY / self.name).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Unmap. No launch may use the address afterwards."""
-        self.view.release()
-        del self._anchor
-        self._map.close()
 
 
 def create(size: int) -> Segment:

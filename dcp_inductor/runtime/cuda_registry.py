@@ -1,0 +1,168 @@
+"""The symmetric memory of live process groups: made at first use, closed by request.
+
+Whether a group has any is decided once and alike on all ranks: if one rank cannot, none
+does, and the reason names that rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from dcp_inductor import config, groups
+from dcp_inductor.capability import Refusal
+from dcp_inductor.runtime import (
+    bootstrap,
+    cuda_layout,
+    cuda_library,
+    cuda_workspace,
+    process,
+    rendezvous,
+    symm_mem,
+    ubatch,
+)
+from dcp_inductor.runtime.cuda_launch_ops import PROTOCOL
+from dcp_inductor.runtime.cuda_workspace import GroupMemory, Workspace
+
+log = logging.getLogger(__name__)
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMemory | Refusal]
+_groups = weakref.WeakKeyDictionary()
+# Captured graphs and peers hold addresses: memory outlives its group unless closed.
+_held: list[GroupMemory] = []
+_lock = threading.RLock()
+
+
+def workspace_for(group_name: str, device: torch.device) -> Workspace | Refusal:
+    """This thread's workspace of a group; its first call, by all ranks, sets it up.
+
+    Raises:
+        DCPError: the set-up would fall inside the capture of a CUDA graph.
+        DCPTimeoutError: a rank did not come to the set-up.
+        ValueError: the tensor or the thread's micro-batch does not fit the set-up.
+    """
+    group = groups.resolve(group_name)
+    memory = _groups.get(group)
+    if memory is None:
+        memory = _set_up(group, device)
+    if isinstance(memory, Refusal):
+        return memory
+    if device != memory.device:
+        raise ValueError(
+            f"expected tensors on {memory.device}, where group '{group_name}' was set "
+            f"up, got {device}"
+        )
+    index = ubatch.current()
+    if index >= len(memory.workspaces):
+        raise ValueError(
+            f"expected a micro-batch below {len(memory.workspaces)}, which group "
+            f"'{group_name}' was set up with, got {index}; set "
+            "DCP_INDUCTOR_NUM_UBATCHES before the first exchange"
+        )
+    return memory.workspaces[index]
+
+
+def check(group: dist.ProcessGroup | None = None) -> None:
+    """Raise what exchanges of ``group`` (default: of all groups) reported; see
+    :meth:`Workspace.check`. Call it behind ``torch.cuda.synchronize()``: replayed
+    graphs touch no host code that would notice.
+    """
+    memories = [_groups.get(group)] if group is not None else list(_groups.values())
+    for memory in memories:
+        if isinstance(memory, GroupMemory):
+            for workspace in memory.workspaces:
+                workspace.check()
+
+
+def recover(group: dist.ProcessGroup) -> None:
+    """Arm the group's memory anew, in place: captured graphs stay valid.
+
+    Every rank must call this, with no exchange of the group under way. Without memory
+    there is nothing to do.
+
+    Raises:
+        DCPTimeoutError: a rank did not come within ``config.timeout_s``.
+    """
+    with _lock:
+        memory = _groups.get(group)
+        if isinstance(memory, GroupMemory):
+            memory.recover()
+
+
+def close(group: dist.ProcessGroup) -> None:
+    """Give the group's memory back; every rank must call this.
+
+    No captured graph with exchanges of the group may be replayed afterwards.
+    """
+    with _lock:
+        memory = _groups.pop(group, None)
+        if not isinstance(memory, GroupMemory):
+            return
+        memory.recover()  # a rendezvous: all ranks are done with the memory
+        for workspace in memory.workspaces:
+            for buffer in (*workspace.arenas.values(), workspace.control):
+                buffer.close()
+        _held.remove(memory)
+
+
+def memory_bytes(group: dist.ProcessGroup) -> int:
+    """Bytes of symmetric memory that this rank holds for ``group``."""
+    memory = _groups.get(group)
+    return memory.nbytes if isinstance(memory, GroupMemory) else 0
+
+
+def _set_up(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refusal:
+    with _lock:
+        memory = _groups.get(group)
+        if memory is None:
+            cuda_workspace.refuse_capture("set-up", group.group_name)
+            memory = _join(group, device)
+            _groups[group] = memory
+            if isinstance(memory, GroupMemory):
+                _held.append(memory)
+                log.debug("group '%s': symmetric memory", group.group_name)
+    return memory
+
+
+def _join(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refusal:
+    if group.size() > cuda_layout.MAX_RANKS:
+        return Refusal(
+            "ranks", f"{group.size()} ranks are more than {cuda_layout.MAX_RANKS}"
+        )
+    if "fake" in dist.get_backend(group):
+        return Refusal("fake_group", "the group's backend does not communicate")
+    memory = GroupMemory(group, device, config.num_ubatches)
+    try:
+        # Looked up before the rendezvous, so that a build does not count as waiting.
+        facts = symm_mem.facts(device)
+        problem = cuda_library.load(facts["capability"])
+        session = memory.session()
+        said = session.exchange(
+            {
+                **process.current().as_dict(),
+                **facts,
+                "protocol": PROTOCOL,
+                "num_ubatches": config.num_ubatches,
+                "max_tokens": config.max_tokens,
+                "refusal": ["build", problem] if problem else None,
+            }
+        )
+        refusal = bootstrap.decide(said) or _differing_settings(said)
+        return refusal or memory.create_controls(session) or memory
+    except rendezvous.PeersMissingError as error:
+        raise memory.missing(error, "symmetric memory", "") from error
+
+
+def _differing_settings(said: list[dict[str, str]]) -> Refusal | None:
+    for key in ("max_tokens", "symmetric_memory"):
+        for rank, facts in enumerate(said):
+            if facts[key] != said[0][key]:
+                return Refusal(
+                    "config",
+                    f"rank {rank} has {key} {facts[key]}, rank 0 has {said[0][key]}",
+                )
+    return None
