@@ -22,19 +22,22 @@ uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 void plan_combine(CombineParams& p, CombineLaunch& launch) {
   const uint32_t element = launch.payload == Dtype::kFloat32 ? 4 : 2;
   p.row_chunks = p.head_dim * element / 16;
+  uint32_t rows = 0;
+  for (uint32_t r = 0; r < p.channel.world_size; ++r) {
+    if (p.scatter.rows[r] > rows) rows = p.scatter.rows[r];
+  }
+  // A function of shape and ranks alone: peers must cut the same units. Two chunks a lane pay
+  // once there are more units than the chip has warps waiting for memory.
   if (launch.kernel == CombineKernel::kTiled || p.channel.world_size > 8) {
     launch.chunks_per_lane = 1;
   } else if (launch.chunks_per_lane == 0) {
-    launch.chunks_per_lane = 1;
+    const bool many = rows * ceil_div(p.row_chunks, 32) > 512;
+    launch.chunks_per_lane = many && p.channel.world_size <= 4 ? 2 : 1;
   }
   // Units of equal length, so that no warp is left with a sliver of a row.
   const uint32_t units = ceil_div(p.row_chunks, 32 * launch.chunks_per_lane);
   p.unit_chunks = ceil_div(p.row_chunks, units);
   p.units_per_row = FastDiv(units);
-  uint32_t rows = 0;
-  for (uint32_t r = 0; r < p.channel.world_size; ++r) {
-    if (p.scatter.rows[r] > rows) rows = p.scatter.rows[r];
-  }
   p.num_items = rows * units;
 }
 
@@ -46,7 +49,9 @@ cudaError_t launch_a2a_lse_reduce(const CombineParams& p, const CombineLaunch& l
   if (launch.kernel == CombineKernel::kTiled) {
     warps = kTileWarps;
   } else if (warps == 0) {
-    warps = p.num_items <= 256 ? 1 : p.num_items <= 512 ? 2 : 4;
+    // Four warps a block while that leaves no multiprocessor with two blocks.
+    const uint32_t share = launch.share == 0 ? 1 : launch.share;
+    warps = p.num_items * share <= 512 ? 4 : 8;
   }
   uint32_t resident = 0;
   const cudaError_t error =

@@ -39,9 +39,18 @@ struct RowPosition {
 
 __device__ __forceinline__ RowPosition row_position(const CombineParams& p, uint32_t rank,
                                                     uint32_t row) {
+  if (p.scatter.uniform) {
+    const uint32_t t = p.scatter.uniform_heads(row);
+    return {rank * p.scatter.token_step + t,
+            rank * p.scatter.head_step + (row - t * p.scatter.uniform_heads.d)};
+  }
   const FastDiv heads = p.scatter.heads[rank];
   const uint32_t t = heads(row);
   return {p.scatter.first_token[rank] + t, p.scatter.first_head[rank] + (row - t * heads.d)};
+}
+
+__device__ __forceinline__ uint32_t rows_of(const CombineParams& p, uint32_t rank) {
+  return p.scatter.uniform ? p.scatter.uniform_rows : p.scatter.rows[rank];
 }
 
 __device__ __forceinline__ const char* partial_row(const CombineParams& p, RowPosition at) {
@@ -79,7 +88,7 @@ struct Outgoing {
     for (int k = 1; k < kRanks; ++k) {
       if (k >= p.channel.world_size) break;
       const uint32_t peer = rotated_peer(p.channel, k);
-      if (unit.row >= p.scatter.rows[peer]) continue;
+      if (unit.row >= rows_of(p, peer)) continue;
       const RowPosition at = row_position(p, peer, unit.row);
       const char* row = partial_row(p, at);
 #pragma unroll
@@ -102,7 +111,7 @@ struct Outgoing {
     }
     for (uint32_t k = 1; k < p.channel.world_size; ++k) {
       const uint32_t peer = rotated_peer(p.channel, k);
-      if (row >= p.scatter.rows[peer]) continue;
+      if (row >= rows_of(p, peer)) continue;
       if (token_is_empty(p, row_position(p, peer, row).token) && threadIdx.x % 32 == k) {
         lse = kEmptyLse;
       }
@@ -122,7 +131,7 @@ struct Outgoing {
     for (int k = 1; k < kRanks; ++k) {
       if (k >= p.channel.world_size) break;
       const uint32_t peer = rotated_peer(p.channel, k);
-      if (unit.row >= p.scatter.rows[peer]) continue;
+      if (unit.row >= rows_of(p, peer)) continue;
       char* base = p.channel.peer[peer];
       if (lane == k) lse_base = base + p.lse_offset;
       if (!(full >> k & 1u)) continue;
@@ -157,7 +166,7 @@ struct OwnPart {
 
   __device__ __forceinline__ void load(const CombineParams& p, const UnitLane<kChunks>& unit) {
     lse = kEmptyLse;
-    if (unit.row >= p.scatter.rows[p.channel.rank]) return;
+    if (unit.row >= rows_of(p, p.channel.rank)) return;
     const RowPosition at = row_position(p, p.channel.rank, unit.row);
     const char* row = partial_row(p, at);
 #pragma unroll
@@ -173,7 +182,7 @@ struct OwnPart {
 template <typename Payload, int kChunks>
 __device__ __forceinline__ void poison_unit(const CombineParams& p, uint32_t unit_index) {
   const UnitLane<kChunks> unit(p, unit_index);
-  if (unit.row >= p.scatter.rows[p.channel.rank]) return;
+  if (unit.row >= rows_of(p, p.channel.rank)) return;
   const float nan = __uint_as_float(0x7FFFFFFFu);
   constexpr int kElements = PayloadTraits<Payload>::kElements;
   Accumulator<Payload> sum;

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(256)
   for (uint32_t i = worker; i < p.num_items; i += workers) {
     const UnitLane<kChunks> unit(p, i);
     if (i != worker) own.load(p, unit);
-    if (unit.row < p.scatter.rows[p.channel.rank] &&
+    if (unit.row < rows_of(p, p.channel.rank) &&
         !receive_unit<kRanks, Payload, kChunks>(p, call, unit, i, own)) {
       poison_unit<Payload, kChunks>(p, i);
     }

@@ -57,7 +57,7 @@ __device__ __forceinline__ void merge_tile(const CombineParams& p, const Call& c
       continue;
     }
     const UnitLane<kChunks> unit(p, index);
-    if (unit.row >= p.scatter.rows[channel.rank]) continue;
+    if (unit.row >= rows_of(p, channel.rank)) continue;
     OwnPart<kChunks> own;
     own.load(p, unit);
     uint4 data[kRanks][kChunks];

@@ -53,19 +53,24 @@ struct Stress {
 };
 #endif
 
-// One physical buffer per rank with one epoch counter, seen from one rank.
+// One sequence of calls between the ranks, seen from one of them. All buffers that a call may
+// touch belong to one channel, so that one epoch orders them. What every warp reads stands first:
+// each 64-byte line of parameters costs a miss of the constant cache.
 struct Channel {
-  char* peer[kMaxRanks];  // base of every rank's buffer, own rank included
-  FaultRecord* fault;
-  uint64_t timeout_ns;
+  ChannelHeader* own;
   uint32_t rank;
   uint32_t world_size;
   uint32_t signature;  // hash of op, shapes, dtypes and options; must agree between ranks
   uint32_t op;
   uint32_t site;
+  uint32_t pad;
+  uint64_t timeout_ns;
+  FaultRecord* fault;
 #ifdef DCP_STRESS
   Stress stress;
 #endif
+  char* peer[kMaxRanks];             // base of every rank's payload buffer, own rank included
+  ChannelHeader* header[kMaxRanks];  // every rank's header
 };
 
 // x / d for x < 2^31 as one multiplication.
@@ -84,20 +89,38 @@ struct FastDiv {
 };
 
 // Which rows of [T, H] each rank ends up with: row i of rank d is token
-// first_token[d] + i / heads[d], head first_head[d] + i % heads[d], for i < rows[d].
+// first_token[d] + i / heads[d], head first_head[d] + i % heads[d], for i < rows[d]. Where the
+// ranks' parts are equal, steps say the same in one line of parameters.
 struct ScatterMap {
+  uint32_t uniform;  // the ranks' parts are equal; read the steps and not the arrays
+  uint32_t uniform_rows, token_step, head_step;
+  FastDiv uniform_heads;
+  uint32_t same_tokens;  // row i is the same token on every rank
   uint32_t rows[kMaxRanks];
   uint32_t first_token[kMaxRanks];
   uint32_t first_head[kMaxRanks];
   FastDiv heads[kMaxRanks];
-  uint32_t same_tokens;  // row i is the same token on every rank
 };
+
+// Fills the steps from the arrays.
+inline void find_steps(ScatterMap& m, uint32_t world_size) {
+  m.uniform_rows = m.rows[0];
+  m.uniform_heads = m.heads[0];
+  m.token_step = world_size > 1 ? m.first_token[1] - m.first_token[0] : 0;
+  m.head_step = world_size > 1 ? m.first_head[1] - m.first_head[0] : 0;
+  m.uniform = 1;
+  for (uint32_t r = 0; r < world_size; ++r) {
+    if (m.rows[r] != m.rows[0] || m.heads[r].d != m.heads[0].d ||
+        m.first_token[r] != r * m.token_step || m.first_head[r] != r * m.head_step) {
+      m.uniform = 0;
+    }
+  }
+}
 
 // A row of D elements is cut into units of at most 32 * kChunks 16-byte chunks; a warp handles
 // one unit. Data sits in per-(slot, source) regions of `data_capacity` bytes.
 struct CombineParams {
   Channel channel;
-  ScatterMap scatter;
 
   const char* partial;  // [T, H, D], D contiguous, 16-byte aligned rows
   int64_t stride_token, stride_head;  // bytes
@@ -126,6 +149,8 @@ struct CombineParams {
   uint64_t lse_offset, lse_capacity;    // words per (slot, source)
   uint64_t flag_offset, flag_capacity;  // words per (slot, source); tiled kernel only
   uint64_t full_lse_offset, full_lse_capacity;  // words per (slot, source)
+
+  ScatterMap scatter;
 };
 
 // Units that share one flag in the tiled kernel; equal on all ranks whatever their grids.

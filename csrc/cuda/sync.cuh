@@ -25,12 +25,8 @@ struct Call {
   bool dead;
 };
 
-__device__ __forceinline__ ChannelHeader* header_of(const Channel& channel, uint32_t rank) {
-  return reinterpret_cast<ChannelHeader*>(channel.peer[rank]);
-}
-
 __device__ __forceinline__ uint2 load_epoch_and_dead(const Channel& channel) {
-  return ld_relaxed_gpu_v2(&header_of(channel, channel.rank)->epoch);
+  return ld_relaxed_gpu_v2(&channel.own->epoch);
 }
 
 __device__ __forceinline__ Call make_call(const Channel& channel, uint2 epoch_and_dead) {
@@ -64,7 +60,7 @@ __device__ __forceinline__ void stress_point(const Channel& channel, const Call&
 // that the read cannot be overtaken. The ticket is for finish_call(): looking at it at once would
 // stall the warp for a round trip to L2.
 __device__ __forceinline__ uint32_t arrive(const Channel& channel) {
-  return atom_add_relaxed_gpu(&header_of(channel, channel.rank)->arrive, 1);
+  return atom_add_relaxed_gpu(&channel.own->arrive, 1);
 }
 
 // The same where every warp has read the epoch for itself: all warps of the block must call it,
@@ -85,7 +81,7 @@ __device__ __forceinline__ uint32_t block_arrive(const Channel& channel) {
 __device__ __forceinline__ void finish_call(const Channel& channel, const Call& call,
                                             uint32_t ticket) {
   if (threadIdx.x != 0 || ticket != gridDim.x - 1) return;
-  ChannelHeader* header = header_of(channel, channel.rank);
+  ChannelHeader* header = channel.own;
   const uint32_t next = call.epoch + 1;
   st_relaxed_gpu_u32(&header->arrive, 0);
   st_relaxed_gpu_u32(&header->epoch, next == 0 ? kFirstEpoch : next);
@@ -108,7 +104,7 @@ class BoundedWait {
     if (++polls_ < kPollsBeforeClock) return false;
     const uint64_t now = globaltimer_ns();
     if (polls_ == kPollsBeforeClock) deadline_ = now + channel.timeout_ns;
-    const bool dead = ld_relaxed_gpu_u32(&header_of(channel, channel.rank)->dead) != 0;
+    const bool dead = ld_relaxed_gpu_u32(&channel.own->dead) != 0;
     const bool late = static_cast<int64_t>(now - deadline_) >= 0;
     if (__any_sync(kFullWarp, dead || late)) return true;
     sleep_ns(100);
@@ -122,7 +118,7 @@ class BoundedWait {
 
 // The newest epoch that `peer` has announced to this rank.
 __device__ __forceinline__ uint32_t epoch_seen(const Channel& channel, uint32_t peer) {
-  const ChannelHeader* own = header_of(channel, channel.rank);
+  const ChannelHeader* own = channel.own;
   const uint32_t a = ld_relaxed_sys_u64(&own->rendezvous[0][peer]) >> 32;
   const uint32_t b = ld_relaxed_sys_u64(&own->rendezvous[1][peer]) >> 32;
   return static_cast<int32_t>(a - b) > 0 ? a : b;
@@ -132,7 +128,7 @@ __device__ __forceinline__ uint32_t epoch_seen(const Channel& channel, uint32_t 
 __device__ __forceinline__ void report_fault(const Channel& channel, const Call& call,
                                              FaultKind kind, uint32_t peer, uint32_t row,
                                              uint32_t signature_seen) {
-  if (atom_cas_relaxed_gpu(&header_of(channel, channel.rank)->dead, 0, 1) != 0) return;
+  if (atom_cas_relaxed_gpu(&channel.own->dead, 0, 1) != 0) return;
   volatile FaultRecord* record = channel.fault;
   record->kind = static_cast<uint32_t>(kind);
   record->op = channel.op;
@@ -192,12 +188,12 @@ __device__ __forceinline__ void rendezvous(const Channel& channel, const Call& c
   const uint32_t lane = threadIdx.x;
   const uint32_t slot = call.epoch & 1;
   if (publish && is_peer(channel, lane)) {
-    st_release_sys_u64(&header_of(channel, lane)->rendezvous[slot][channel.rank],
+    st_release_sys_u64(&channel.header[lane]->rendezvous[slot][channel.rank],
                        epoch_tag(channel, call));
   }
   if (wait) {
     const uint32_t source = is_peer(channel, lane) ? lane : channel.rank;
-    wait_for_tag(channel, call, &header_of(channel, channel.rank)->rendezvous[slot][source],
+    wait_for_tag(channel, call, &channel.own->rendezvous[slot][source],
                  0xFFFFFFFFu);
   }
 }

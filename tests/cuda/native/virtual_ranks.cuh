@@ -109,7 +109,11 @@ class World {
 
   Channel channel(int rank, Op op, uint32_t signature, double timeout_s = 2.0) const {
     Channel c{};
-    for (int r = 0; r < size; ++r) c.peer[r] = base[r] + kHeaderOffset;
+    for (int r = 0; r < size; ++r) {
+      c.peer[r] = base[r] + kHeaderOffset;
+      c.header[r] = header(r);
+    }
+    c.own = header(rank);
     c.fault = fault[rank];
     c.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
     c.rank = rank;
@@ -202,6 +206,7 @@ inline ScatterMap scatter_map(const std::string& mode, const std::vector<uint32_
     }
     first += splits[r];
   }
+  find_steps(m, static_cast<uint32_t>(splits.size()));
   return m;
 }
 
