@@ -97,8 +97,7 @@ def _check_protocol() -> str:
     if loaded != launch_ops.PROTOCOL:
         return (
             f"expected a compiled library of protocol {launch_ops.PROTOCOL}, got "
-            f"{loaded}; "
-            "reinstall the package"
+            f"{loaded}; reinstall the package"
         )
     return ""
 

@@ -170,11 +170,15 @@ def group_name() -> str:
 
 
 def fallbacks() -> dict[str, int]:
-    """Calls that took the reference so far, by reason, within a worker."""
+    """Calls of this test that took the reference, by reason, within a worker."""
+    counts = _counters()
+    return {k: v for k, v in counts.items() if k.startswith("fallback.") and v}
+
+
+def _counters() -> dict[str, int]:
     # The first fallback imports it, which takes a second; none has happened without.
     utils = sys.modules.get("torch._dynamo.utils")
-    counts = utils.counters["dcp_inductor"] if utils else {}
-    return {k: v for k, v in counts.items() if k.startswith("fallback.") and v}
+    return utils.counters["dcp_inductor"] if utils else {}
 
 
 def combine(
@@ -287,6 +291,7 @@ def _work(rank: int, size: int, rendezvous: str, pipe: Connection) -> None:
             return
         try:
             torch.manual_seed(0)
+            _counters().clear()
             outcome = (True, function(rank, size, *args))
         except BaseException:
             outcome = (False, traceback.format_exc())

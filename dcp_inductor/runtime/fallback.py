@@ -23,8 +23,8 @@ def take(op: str, knob: str, mode: str, group_name: str, refusal: Refusal) -> No
     if mode == "force":
         raise RuntimeError(
             f"{op}: config.{knob} is 'force', but a direct exchange cannot be made "
-            "over group "
-            f"'{group_name}': {refusal.detail}. Remove the cause, or set it to 'auto'"
+            f"over group '{group_name}': {refusal.detail}. Remove the cause, or set it "
+            "to 'auto'"
         )
     # Imported here: it takes a second, which a run without fallbacks need not spend.
     from torch._dynamo.utils import counters
@@ -36,10 +36,5 @@ def take(op: str, knob: str, mode: str, group_name: str, refusal: Refusal) -> No
             return
         _told.add(key)
     level = logging.WARNING if groups.rank(group_name) == 0 else logging.DEBUG
-    log.log(
-        level,
-        "%s over group '%s' uses the collectives: %s",
-        op,
-        group_name,
-        refusal.detail,
-    )
+    message = "%s over group '%s' uses the collectives: %s"
+    log.log(level, message, op, group_name, refusal.detail)

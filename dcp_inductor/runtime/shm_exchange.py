@@ -144,14 +144,9 @@ def _gather(
 ) -> None:
     def launch(resume: bool) -> int:
         return launch_ops.shm_gather(
-            source,
-            output,
-            plan.table,
-            plan.signature,
-            plan.rank_stride,
-            plan.token_stride,
-            resume,
-        )
+            source, output, plan.table, plan.signature, plan.rank_stride,
+            plan.token_stride, resume,
+        )  # fmt: skip
 
     workspace.run(launch, op, site)
 
@@ -228,15 +223,12 @@ def _plan_combine(
 ) -> _CombinePlan | Refusal:
     num_tokens, heads, head_dim = partial_output.shape
     options = [f"scatter={scatter}", f"base={'e' if is_lse_base_on_e else '2'}"]
-    options += [f"split_sizes={list(split_sizes)}"] if split_sizes else []
-    options += (
-        ["full_lse"] if return_lse and full_lse else ["lse"] if return_lse else []
-    )
-    options += (
-        [f"output={_name(output_dtype)}"]
-        if output_dtype != partial_output.dtype
-        else []
-    )
+    if split_sizes:
+        options.append(f"split_sizes={list(split_sizes)}")
+    if return_lse:
+        options.append("full_lse" if full_lse else "lse")
+    if output_dtype != partial_output.dtype:
+        options.append(f"output={_name(output_dtype)}")
     call = Signature(
         "a2a_lse_reduce", (num_tokens, heads, head_dim), _name(partial_output.dtype),
         " ".join(options), "", site,

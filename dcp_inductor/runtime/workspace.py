@@ -95,9 +95,8 @@ class Workspace:
         if not self._busy.acquire(blocking=False):
             raise DCPError(
                 f"{op}: another thread is within an exchange of group "
-                f"'{self.group_name}' and "
-                "the same micro-batch; give every thread its own with "
-                "dcp_inductor.runtime.ubatch.ubatch(index)"
+                f"'{self.group_name}' and the same micro-batch; give every thread its "
+                "own with dcp_inductor.ubatch(index)"
             )
         try:
             status = launch(False)
@@ -286,24 +285,20 @@ class Workspace:
         own, other = (describe(self._published(r)) for r in (self.rank, peer))
         return DCPMismatchError(
             f"exchange {self.epoch} of group '{self.group_name}': rank {self.rank} "
-            "came with "
-            f"{own}; rank {peer} came with {other}. Every rank must make the same "
-            "sequence of "
-            "exchanges with equal shapes, dtypes and options"
+            f"came with {own}; rank {peer} came with {other}. Every rank must make the "
+            "same sequence of exchanges with equal shapes, dtypes and options"
         )
 
     def _refuse(self) -> None:
         if self._pid != os.getpid():
             raise DCPError(
                 f"the workspace of group '{self.group_name}' belongs to process "
-                f"{self._pid}, and "
-                f"this is its fork {os.getpid()}; create the process group after "
-                "forking"
+                f"{self._pid}, and this is its fork {os.getpid()}; create the process "
+                "group after forking"
             )
         raise DCPError(
             f"the workspace of group '{self.group_name}' is out of use since: "
-            f"{self._why_dead}. "
-            "Call dcp_inductor.recover(group) on all ranks to go on"
+            f"{self._why_dead}. Call dcp_inductor.recover(group) on all ranks to go on"
         )
 
 
