@@ -140,7 +140,8 @@ class _Run:
         """Tell the peers what this rank decided; where they may have decided otherwise, look."""
         group = candidate.group
         vote = reject.reason if reject else votes.ACCEPTED
-        votes.post(group.name, candidate.name, vote)
+        for name in sorted({candidate.name, *candidate.aliases}):
+            votes.post(group.name, name, vote)
         if reject is not None and reject.code == "foreign_rank":
             insert_guard(self._graph, candidate.first_collective, candidate.name, reject.reason)
 

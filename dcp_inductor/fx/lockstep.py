@@ -2,10 +2,10 @@
 
 The graph is one rank's; the others' differ from it only in own-rank constants (``L[rank]``,
 ``x[:, rank * h:(rank + 1) * h]``). A reading says how such constants are taken for a peer:
-"relative" moves an index with the rank where no other index of the same dim is read, "rotating"
-moves every such index, "exclusive_or" moves it to the partner's partner (butterfly exchanges),
-and "absolute" keeps it. Peers are run only as far as their collectives, since nothing else of
-theirs reaches this rank.
+"relative" moves an index with the rank where no other index of the same dim is read,
+"rotating" moves indices of which fewer than N are read, "turning" moves all, "exclusive_or"
+moves them as butterfly exchanges do, and "absolute" keeps them. Peers are run only as far as
+their collectives, since nothing else of theirs reaches this rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dcp_inductor.fx.collectives import Collective, as_collective, inputs_of, is
 from dcp_inductor.fx.nodes import Symbols, argument, is_number, tensor_val
 
 _aten = torch.ops.aten
-READINGS = ("relative", "rotating", "absolute", "exclusive_or")
+READINGS = ("relative", "rotating", "turning", "absolute", "exclusive_or")
 
 _VIEWS = {_aten.view.default: _aten.reshape.default, _aten._unsafe_view.default: _aten.reshape.default}
 # Contents are undefined: NaN shows when a region depends on them.
@@ -136,10 +136,15 @@ class Lockstep:
             return index ^ self._rank ^ peer
         return (index - self._rank + peer) % self._world_size
 
-    def moves(self, alone: bool) -> bool:
-        """Whether an index into a dim of N moves; ``alone``: no other index is read there."""
+    def moves(self, num_read: int) -> bool:
+        """Whether an index into a dim of N moves, ``num_read`` of which are read there.
+
+        Code that reads all N mostly treats them alike and has no own place.
+        """
         self.has_rank_constants = True
-        return alone or self._reading != "relative"
+        if self._reading == "relative":
+            return num_read == 1
+        return num_read < self._world_size or self._reading != "rotating"
 
     def _evaluate(self, node: Node, rank: int) -> Any:
         if is_wait(node):
@@ -177,7 +182,7 @@ class Lockstep:
         before = sum(value.shape[dim] for value in values[: own[0]])
         if not size or joined.shape[dim] != size * self._world_size or before % size:
             return joined
-        self.moves(True)
+        self.moves(1)
         return joined.roll(self._shift(before // size, peer) * size - before, dim)
 
     def _resolve(self, value: Any, values: Mapping[Node, Any]) -> Any:
@@ -235,13 +240,13 @@ def foreign_ranks(nodes: Sequence[Node], world_size: int, rank: int) -> set[int]
         if node.op != "call_function":
             continue
         index: Any = None
-        if node.target is _aten.select.int and _only_index(
+        if node.target is _aten.select.int and 1 == _num_read(
             node, 2, lambda user, dim=node.args[1]: user.args[1] == dim
         ):
             value = tensor_val(node.args[0])
             if value is not None and value.shape[node.args[1]] == world_size:
                 index = node.args[2]
-        elif node.target is operator.getitem and _only_index(node, 1, lambda user: True):
+        elif node.target is operator.getitem and 1 == _num_read(node, 1, lambda user: True):
             pieces = node.args[0].meta.get("val")
             if isinstance(pieces, (list, tuple)) and len(pieces) == world_size:
                 index = node.args[1]
@@ -270,13 +275,14 @@ def _feeds_a_collective(region: Sequence[Node]) -> set[Node]:
     return needed
 
 
-def _only_index(node: Node, position: int, same: Callable[[Node], bool]) -> bool:
-    """Whether every user that indexes the same source takes the same index."""
-    source = node.args[0]
-    return all(
-        user.args[position] == node.args[position]
-        for user in source.users
-        if user.target is node.target and same(user)
+def _num_read(node: Node, position: int, same: Callable[[Node], bool]) -> int:
+    """How many indices the users of the node's source read, the node's own included."""
+    return len(
+        {
+            user.args[position]
+            for user in node.args[0].users
+            if user.target is node.target and same(user)
+        }
     )
 
 
@@ -285,7 +291,7 @@ def _move_select(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     value = tensor_val(source)
     if value is None or not isinstance(index, int) or run.size(source, dim) != run._world_size:
         return None
-    if not run.moves(_only_index(node, 2, lambda user: user.args[1] == dim)):
+    if not run.moves(_num_read(node, 2, lambda user: user.args[1] == dim)):
         return None
     return [source, dim, run._shift(index % run._world_size, peer)]
 
@@ -295,7 +301,7 @@ def _move_getitem(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     pieces = source.meta.get("val")
     if not isinstance(pieces, (list, tuple)) or len(pieces) != run._world_size:
         return None
-    if not run.moves(_only_index(node, 1, lambda user: True)):
+    if not run.moves(_num_read(node, 1, lambda user: True)):
         return None
     return [source, run._shift(index, peer)]
 
@@ -316,7 +322,7 @@ def _move_slice(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         for user in source.users
         if user.target is node.target and (run.number_argument(user, "dim") or 0) == dim
     }
-    if not run.moves(len(starts) == 1):
+    if not run.moves(len(starts)):
         return None
     moved = run._shift(start // part, peer) * part
     return [source, dim, moved, moved + part]
@@ -329,7 +335,7 @@ def _move_slice_scatter(run: Lockstep, node: Node, peer: int) -> list[Any] | Non
     start = run.number_argument(node, "start") or 0
     if part == 0 or size != part * run._world_size or start % part:
         return None
-    run.moves(True)
+    run.moves(1)
     moved = run._shift(start // part, peer) * part
     return [base, source, dim, moved, moved + part]
 
@@ -338,7 +344,7 @@ def _move_select_scatter(run: Lockstep, node: Node, peer: int) -> list[Any] | No
     base, source, dim, index = node.args
     if run.size(base, dim) != run._world_size or not isinstance(index, int):
         return None
-    run.moves(True)
+    run.moves(1)
     return [base, source, dim, run._shift(index % run._world_size, peer)]
 
 
@@ -352,7 +358,7 @@ def _move_pad(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         size = run.size(source, value.dim() - 1 - position // 2)
         low, high = pads[position], pads[position + 1]
         if low + high == (run._world_size - 1) * size and size and low % size == 0:
-            run.moves(True)
+            run.moves(1)
             low = run._shift(low // size, peer) * size
             moved[position : position + 2] = [low, (run._world_size - 1) * size - low]
     return None if moved == pads else [source, moved, *node.args[2:]]
@@ -366,7 +372,7 @@ def _move_compare(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         return None
     if run._world_size not in run._symbols.shape(value) or not 0 <= other < run._world_size:
         return None
-    run.moves(True)
+    run.moves(1)
     return [source, run._shift(other, peer)]
 
 

@@ -66,6 +66,8 @@ class Candidate:
     proof_ms: float
     collectives: frozenset[Node]
     first_collective: Node
+    # Names of the same place under every cut that was tried: a peer may have taken another.
+    aliases: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -151,7 +153,11 @@ def _merge_from(
                 reason = f"the graph reads rank {peer}'s place, which is not its own"
                 refusal = Reject("foreign_rank", reason)
                 return _candidate(None, refusal, cut, region, group, trials, start)
-    return _candidate(None, reject, best[2], best[3], group, trials, start)
+    missed = _candidate(None, reject, best[2], best[3], group, trials, start)
+    missed.aliases = frozenset(
+        site_name(region.exits()[-1], _key(cut, region, group)) for cut, region in regions
+    )
+    return missed
 
 
 def _candidate(
