@@ -108,7 +108,7 @@ inline void wake_all(const std::atomic<uint32_t>& word) {
 // make the next ones short, and a long one is tried now and then. (Yielding loses both ways: to
 // sleeping where ranks share a processor, to spinning where they do not.)
 inline int64_t spin_budget(const Table& table, uint32_t epoch) {
-  constexpr uint32_t kVain = 4, kTryEvery = 32;
+  constexpr uint32_t kVain = 4, kTryEvery = 16;
   const bool try_long = table.control(table.rank)->vain_spins < kVain || epoch % kTryEvery == 0;
   return try_long ? table.spin_ns : table.spin_ns / 32;
 }

@@ -147,6 +147,20 @@ def test_waits_longer_than_a_launch_resume() -> None:
     world(4).run(slow_peers)
 
 
+def long_wait(rank: int, size: int) -> float:
+    name = group_name()
+    combine(name, rank, size)
+    if rank == 1:
+        time.sleep(2.0)
+    start = time.process_time()
+    combine(name, rank, size)
+    return time.process_time() - start
+
+
+def test_a_long_wait_sleeps() -> None:
+    assert world(2).run(long_wait)[0] < 0.5
+
+
 # --- doing something else -----------------------------------------------------------
 
 
