@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -13,7 +15,8 @@ def resolve(group_name: str) -> dist.ProcessGroup:
         ValueError: no such group exists in this process.
     """
     try:
-        return c10d._resolve_process_group(group_name)
+        # Newer torch gives names a type of their own.
+        return c10d._resolve_process_group(cast(Any, group_name))
     except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
             f"expected the name of a live process group, got {group_name!r}: create the "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from dcp_inductor import groups
 from dcp_inductor.errors import DCPDisagreementError

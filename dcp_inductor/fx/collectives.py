@@ -1,7 +1,7 @@
 """The functional collectives that the pass understands, and what each one computes.
 
-Everything else with a group argument counts as opaque: it stays where it is and no region
-reaches through it.
+Everything else with a group argument counts as opaque: it stays where it is and no
+region reaches through it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Collective:
     """One functional collective of the graph."""
 
     node: Node
-    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
+    kind: (
+        str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
+    )
     group_name: str
     coalesced: bool
 
@@ -72,10 +74,14 @@ def as_collective(node: Node) -> Collective | None:
     if group is None:
         group = argument(node, "group")
     # compile_on_one_rank puts the group itself into the graph in place of its name.
-    name_of_group = group if isinstance(group, str) else getattr(group, "group_name", None)
+    name_of_group = (
+        group if isinstance(group, str) else getattr(group, "group_name", None)
+    )
     if name_of_group is None:
         return None
-    return Collective(node, kind, name_of_group, name is not None and "coalesced" in name)
+    return Collective(
+        node, kind, name_of_group, name is not None and "coalesced" in name
+    )
 
 
 def issues_exchange(node: Node) -> bool:
@@ -128,7 +134,9 @@ def _one(collective, tensors, symbols, splits):
     if collective.kind == "all_reduce":
         return [reduced] * world_size
     if reduced.shape[0] % world_size:
-        raise ValueError(f"cannot scatter {reduced.shape[0]} rows over {world_size} ranks")
+        raise ValueError(
+            f"cannot scatter {reduced.shape[0]} rows over {world_size} ranks"
+        )
     return list(reduced.chunk(world_size, 0))
 
 
@@ -137,7 +145,11 @@ def split_coalesced_gathers(graph: Graph) -> None:
     single = torch.ops._c10d_functional.all_gather_into_tensor.default
     for node in list(graph.nodes):
         collective = as_collective(node)
-        if collective is None or collective.kind != "all_gather" or not collective.coalesced:
+        if (
+            collective is None
+            or collective.kind != "all_gather"
+            or not collective.coalesced
+        ):
             continue
         for user in list(node.users):
             with graph.inserting_before(user):

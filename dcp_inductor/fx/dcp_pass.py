@@ -1,4 +1,6 @@
-"""The pass: find -> prove -> judge -> rewrite -> order -> check, with one report per graph."""
+"""The pass: find -> prove -> judge -> rewrite -> order -> check, with one report per
+graph.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,33 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dcp_inductor import config, ops, votes
+from dcp_inductor.errors import DCPError
 from dcp_inductor.fx import report
 from dcp_inductor.fx.check import check_rewrite
 from dcp_inductor.fx.collectives import issues_exchange, split_coalesced_gathers
 from dcp_inductor.fx.emit import CannotExpress, Emitter
-from dcp_inductor.fx.legality import judge
+from dcp_inductor.fx.legality import SWITCHES, forced, judge
 from dcp_inductor.fx.order import insert_guard, thread_token
 from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
-from dcp_inductor.fx.search import Candidate, find_gathers, find_merges, replaced_collectives
+from dcp_inductor.fx.search import (
+    Candidate,
+    find_gathers,
+    find_merges,
+    replaced_collectives,
+)
 from dcp_inductor.fx.site import MergeSite, Reject
 from dcp_inductor.fx.summary import describe
 
 log = logging.getLogger(__name__)
 
-_AUTOGRAD = Reject("autograd", "the graph is part of training; the direct ops have no gradient")
+_AUTOGRAD = Reject(
+    "autograd", "the graph is part of training; the direct ops have no gradient"
+)
 
 
 class DcpPass(CustomInferenceAwareGraphPass):
-    """Rewrite the exchanges of decode context parallelism in a post-AOT, decomposed graph.
+    """Rewrite the exchanges of decode context parallelism in a post-AOT, decomposed
+    graph.
 
     Works on any such graph by itself (``DcpPass()(graph)``); the backend installs it as
     Inductor's ``post_grad_custom_pre_pass``. No communication happens here.
@@ -84,7 +95,7 @@ class DcpPass(CustomInferenceAwareGraphPass):
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Trials are many tiny ops; handing them to a thread pool costs more than they do."""
+    """Trials are many tiny ops; a thread pool costs them more than it saves."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,6 +135,13 @@ class _Run:
             reject = judge(self._graph, site) or self._rewrite(site)
         if candidate.kind == "combine":
             self._vote(candidate, reject)
+        if reject is not None and forced(candidate.kind):
+            raise DCPError(
+                f"{candidate.name}: {SWITCHES[candidate.kind]} is 'force', but the "
+                f"site cannot be rewritten ({reject.code}): {reject.reason}. Change "
+                f"the model, or set "
+                f"{SWITCHES[candidate.kind]} to 'auto' to keep its collectives"
+            )
         row = describe(candidate, reject)
         self._summary.sites.append(row)
         counters["dcp_inductor"]["found"] += 1
@@ -132,22 +150,33 @@ class _Run:
         else:
             counters["dcp_inductor"][f"rejected.{reject.code}"] += 1
         log.debug(
-            "%s %s at %s: %s%s", row.decision, row.kind, row.source or row.site, row.family,
+            "%s %s at %s: %s%s",
+            row.decision,
+            row.kind,
+            row.source or row.site,
+            row.family,
             f" ({row.code}: {row.reason})" if row.code else "",
         )
 
     def _vote(self, candidate: Candidate, reject: Reject | None) -> None:
-        """Tell the peers what this rank decided; where they may have decided otherwise, look."""
+        """Tell the peers what this rank decided; where they may have decided otherwise,
+        look.
+        """
         group = candidate.group
         vote = reject.reason if reject else votes.ACCEPTED
         for name in sorted({candidate.name, *candidate.aliases}):
             votes.post(group.name, name, vote)
         if reject is not None and reject.code == "foreign_rank":
-            insert_guard(self._graph, candidate.first_collective, candidate.name, reject.reason)
+            insert_guard(
+                self._graph, candidate.first_collective, candidate.name, reject.reason
+            )
 
     def _rewrite(self, site: Any) -> Reject | None:
         token = self._first_token(site)
-        exits = [e.node for e in (site.proof.exits if isinstance(site, MergeSite) else site.exits)]
+        exits = [
+            e.node
+            for e in (site.proof.exits if isinstance(site, MergeSite) else site.exits)
+        ]
         replaced = replaced_collectives(site.region, exits)
         try:
             if isinstance(site, MergeSite):
@@ -191,7 +220,9 @@ def _reasons(summary: report.GraphReport) -> str:
     for site in summary.sites:
         if site.code:
             codes[site.code] = codes.get(site.code, 0) + 1
-    return f" ({', '.join(f'{code}={n}' for code, n in codes.items())})" if codes else ""
+    return (
+        f" ({', '.join(f'{code}={n}' for code, n in codes.items())})" if codes else ""
+    )
 
 
 _SOURCE_HASH: str | None = None

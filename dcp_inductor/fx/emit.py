@@ -23,7 +23,9 @@ class CannotExpress(Exception):
 
 
 class Emitter:
-    """Creates nodes at the graph's insertion point, with fake results and the user's location."""
+    """Creates nodes at the graph's insertion point, with fake results and the user's
+    location.
+    """
 
     def __init__(self, graph: Graph, origin: Node) -> None:
         self._graph = graph
@@ -33,7 +35,9 @@ class Emitter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of ``target`` whose fake result is in ``meta["val"]``."""
         node = self._graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        fake_args, fake_kwargs = torch.fx.node.map_arg(
+            (args, kwargs), lambda n: n.meta["val"]
+        )
         with _fake_mode_of(self._origin):
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         copy_origin(self._origin, node)
@@ -58,7 +62,8 @@ class Emitter:
         """The node in another shape.
 
         Raises:
-            CannotExpress: two sizes of the shape are symbolic and not sizes of the node.
+            CannotExpress: two sizes of the shape are symbolic and not sizes of the
+            node.
         """
         if shape_key(_val(node).shape) == shape_key(sizes):
             return node
@@ -69,7 +74,9 @@ class Emitter:
         for node in reversed(self.created):
             self._graph.erase_node(node)
 
-    def _size_arguments(self, node: Node, sizes: Sequence[int | torch.SymInt]) -> list[Size]:
+    def _size_arguments(
+        self, node: Node, sizes: Sequence[int | torch.SymInt]
+    ) -> list[Size]:
         known = {size_name(size): dim for dim, size in enumerate(_val(node).shape)}
         arguments: list[Size] = []
         inferred = 0
@@ -97,10 +104,12 @@ class Emitter:
         return node if _val(node).dtype == dtype else self.call(_convert, node, dtype)
 
     def like(self, node: Node, model: Tensor) -> Node:
-        """The node in ``model``'s dtype and, where the model is contiguous, contiguous."""
+        """The node in ``model``'s dtype, and contiguous where the model is."""
         node = self.cast(node, model.dtype)
         if model.is_contiguous() and not _val(node).is_contiguous():
-            node = self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+            node = self.call(
+                _aten.clone.default, node, memory_format=torch.contiguous_format
+            )
         return node
 
 

@@ -1,8 +1,9 @@
 """Candidates: where a merge of partial attention results may stand in a graph.
 
-A merge starts at a *cut*: a partial output O and its statistics (an LSE, or max and sum), from
-which everything up to the result is plain tensor code and collectives of one group. ``cuts``
-proposes cuts by shape alone; what they compute is for ``prove`` to find out.
+A merge starts at a *cut*: a partial output O and its statistics (an LSE, or max and
+sum), from which everything up to the result is plain tensor code and collectives of one
+group. ``cuts`` proposes cuts by shape alone; what they compute is for ``prove`` to find
+out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from dcp_inductor.fx.axes import statistic_axes
 from dcp_inductor.fx.collectives import Collective, as_collective, inputs_of, is_wait
 from dcp_inductor.fx.nodes import (
     is_number,
@@ -47,7 +49,7 @@ _CONTRACTIONS = {
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a merge starts: this rank's partial output and its one or two statistics."""
+    """Where a merge starts: a partial output and its one or two statistics."""
 
     partial_output: Node
     statistics: tuple[Node, ...]
@@ -59,7 +61,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Region:
-    """Everything that a cut alone determines: nodes in graph order, constants included."""
+    """All that a cut determines: nodes in graph order, constants included."""
 
     leaves: tuple[Node, ...]
     nodes: tuple[Node, ...]
@@ -92,7 +94,8 @@ class Region:
         return [
             node
             for node in self.nodes
-            if node in self.exchanged and any(user not in members for user in node.users)
+            if node in self.exchanged
+            and any(user not in members for user in node.users)
         ]
 
 
@@ -106,7 +109,8 @@ class GraphIndex:
         self.collectives: list[Collective] = []
         self._shapes: dict[Node, tuple[str, ...]] = {}
         self._inputs: dict[Node, list[Node]] = {}
-        # Group of a collective, "" for plain nodes, "-" for what no merge reaches through.
+        # Group of a collective, "" for plain nodes, "-" for what no merge reaches
+        # through.
         self._groups: dict[Node, str] = {}
         for position, node in enumerate(graph.nodes):
             self.order[node] = position
@@ -121,7 +125,9 @@ class GraphIndex:
         known = self._shapes.get(node)
         if known is None:
             value = tensor_val(node)
-            known = self._shapes[node] = shape_key(value.shape) if value is not None else ()
+            known = self._shapes[node] = (
+                shape_key(value.shape) if value is not None else ()
+            )
         return known
 
     def inputs(self, node: Node) -> list[Node]:
@@ -182,7 +188,9 @@ class GraphIndex:
             elif not is_pure(node) and not is_wait(node):
                 continue
             inputs = self.inputs(node)
-            if not all(source in known or source in self.constants for source in inputs):
+            if not all(
+                source in known or source in self.constants for source in inputs
+            ):
                 continue
             known.add(node)
             members.add(node)
@@ -226,10 +234,13 @@ class GraphIndex:
 
 
 def is_minimal(index: GraphIndex, region: Region) -> bool:
-    """Whether no leaf is determined by the others: such a cut stands inside another region."""
+    """Whether no leaf is determined by the others: such a cut stands inside another
+    region.
+    """
     known = {*region.leaves, *region.nodes, *index.constants}
     return not any(
-        leaf.op == "call_function" and all(source in known for source in tensor_inputs(leaf))
+        leaf.op == "call_function"
+        and all(source in known for source in tensor_inputs(leaf))
         for leaf in region.leaves
     )
 
@@ -250,7 +261,9 @@ def cuts(index: GraphIndex, collective: Collective, tried: set[Node]) -> Iterato
 
 
 def _partial_outputs(index: GraphIndex, collective: Collective) -> Iterator[Node]:
-    """Float tensors of two or more dims behind the collective, the less processed first."""
+    """Float tensors of two or more dims behind the collective, the less processed
+    first.
+    """
     seen: set[Node] = set()
     queue = list(inputs_of(collective))
     while queue and len(seen) < _MAX_BACKWARD:
@@ -267,7 +280,7 @@ def _partial_outputs(index: GraphIndex, collective: Collective) -> Iterator[Node
 
 
 def _same_elements(node: Node) -> list[Node]:
-    """The node and the nodes that it is a mere view or widening cast of, nearest first."""
+    """The node and what it is a mere view or widening cast of, nearest first."""
     chain = [node]
     while is_view_like(chain[-1]) or is_widening_cast(chain[-1]):
         source = chain[-1].args[0]
@@ -291,12 +304,16 @@ def _joins(
 ) -> Iterator[tuple[set[Node], list[Node]]]:
     """Where other tensors meet what the partial output leads to.
 
-    Yields, join by join, the nodes reached so far and all that met them: weights may come at
-    one place and the sum to divide by at another.
+    Yields, join by join, the nodes reached so far and all that met them: weights may
+    come at one place and the sum to divide by at another.
     """
     reached = {partial_output}
     side: list[Node] = []
-    queue = [(index.order[user], user) for user in partial_output.users if user in index.order]
+    queue = [
+        (index.order[user], user)
+        for user in partial_output.users
+        if user in index.order
+    ]
     heapq.heapify(queue)
     seen = {node for _, node in queue}
     joins = 0
@@ -305,7 +322,11 @@ def _joins(
         plain = is_pure(node) or is_wait(node) or as_collective(node) is not None
         if not plain or is_number(node):
             continue
-        met = [s for s in index.inputs(node) if s not in reached and s not in index.constants]
+        met = [
+            s
+            for s in index.inputs(node)
+            if s not in reached and s not in index.constants
+        ]
         if met:
             joins += 1
             side += met
@@ -324,7 +345,9 @@ def _statistics(
     side: list[Node],
     group_name: str,
 ) -> Iterator[Cut]:
-    """Walk up from the join's other inputs; every frontier of statistics' shape is a cut."""
+    """Walk up from the join's other inputs; every frontier of statistics' shape is a
+    cut.
+    """
     shape = index.shape(partial_output)
     frontier = set(side)
     for _ in range(_MAX_STATISTICS):
@@ -332,9 +355,13 @@ def _statistics(
             return
         closed = [node for node in frontier if not index.can_open(node, group_name)]
         # What cannot be opened stays in every later frontier.
-        if len(closed) > 2 or not all(_is_statistic(index, node, shape) for node in closed):
+        if len(closed) > 2 or not all(
+            _is_statistic(index, node, shape) for node in closed
+        ):
             return
-        if len(frontier) <= 2 and all(_is_statistic(index, node, shape) for node in frontier):
+        if len(frontier) <= 2 and all(
+            _is_statistic(index, node, shape) for node in frontier
+        ):
             ordered = tuple(sorted(frontier, key=index.order.__getitem__))
             if not any(as_collective(n) is not None or is_wait(n) for n in ordered):
                 yield Cut(partial_output, ordered)
@@ -362,41 +389,3 @@ def _is_statistic(index: GraphIndex, node: Node, shape: tuple[str, ...]) -> bool
     if sum(size != "1" for size in index.shape(node)) >= len(shape):
         return False
     return bool(statistic_axes(index.shape(node), shape))
-
-
-def statistic_axes(
-    statistic: tuple[str, ...], shape: tuple[str, ...]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Ways to read a statistic's dims as dims of the partial output.
-
-    Returns:
-        ``(feature_dim, axes)``: the output dim that the statistic lacks, and for each dim of the
-        statistic that is not 1 the output dim that it is. Several where sizes coincide; dims of
-        size 1 carry no information and are left out.
-    """
-    named = tuple(size for size in statistic if size != "1")
-    ways = []
-    for feature in range(len(shape) - 1, -1, -1):
-        rows = [dim for dim in range(len(shape)) if dim != feature and shape[dim] != "1"]
-        if len(rows) != len(named):
-            continue
-        ways += [(feature, axes) for axes in _assign(named, rows, shape)]
-    return ways
-
-
-def _assign(
-    named: tuple[str, ...], rows: list[int], shape: tuple[str, ...]
-) -> Iterator[tuple[int, ...]]:
-    if not named:
-        yield ()
-        return
-    for dim in rows:
-        if _may_equal(shape[dim], named[0]):
-            rest = [other for other in rows if other != dim]
-            for tail in _assign(named[1:], rest, shape):
-                yield (dim, *tail)
-
-
-def _may_equal(size: str, other: str) -> bool:
-    """Equal, or two symbols: Dynamo may name one size twice (T of output and T of LSE)."""
-    return size == other or not (size.isdigit() or other.isdigit())

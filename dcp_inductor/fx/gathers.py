@@ -1,8 +1,9 @@
 """Find gathers of one tensor over all ranks and prove them exactly.
 
-Every rank's elements get numbers of their own, so that a gathered tensor tells where each of its
-elements came from; a layout that fits them is a proof. An all-gather is a gather at least as the
-stack [N, *source]; a sum of tensors that are zero outside the own slot, or a broadcast, may be.
+Every rank's elements get numbers of their own, so that a gathered tensor tells where
+each of its elements came from; a layout that fits them is a proof. An all-gather is a
+gather at least as the stack [N, *source]; a sum of tensors that are zero outside the
+own slot, or a broadcast, may be.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ _MAX_BACKWARD = 12
 def gather_sources(
     index: GraphIndex, collective: Collective, world_size: int
 ) -> list[Node]:
-    """Tensors that the collective may gather, best first; empty if it cannot be a gather."""
+    """Tensors that the collective may gather, best first; empty if it cannot be a
+    gather.
+    """
     if collective.kind == "all_gather":
-        sources = []
+        sources: list[Node] = []
         for node in inputs_of(collective):
             chain = [node]
             while is_view_like(chain[-1]) and isinstance(chain[-1].args[0], Node):
@@ -52,12 +55,13 @@ def gather_sources(
 def _padded_sources(
     index: GraphIndex, collective: Collective, world_size: int
 ) -> list[Node]:
-    """Tensors of an N-th of the collective's elements that it may hold between zeros."""
+    """Tensors that the collective may hold between zeros: an N-th of its elements."""
     found: list[Node] = []
     held = tensor_val(inputs_of(collective)[0])
     if held is None:
         return []
-    queue, seen = list(inputs_of(collective)), set()
+    queue = list(inputs_of(collective))
+    seen: set[Node] = set()
     while queue and len(seen) < _MAX_BACKWARD:
         node = queue.pop(0)
         if node in seen or node in index.constants:
@@ -78,7 +82,8 @@ def _numel(value: Tensor) -> sympy.Expr:
 def prove_gather(
     region: Region, source: Node, world_size: int, rank: int
 ) -> tuple[tuple[GatherExit, ...], int] | Refuted:
-    """Layouts of the region's exits as stacks of all ranks' ``source``, and trials taken.
+    """Layouts of the region's exits as stacks of all ranks' ``source``, and trials
+    taken.
 
     Args:
         region: what ``source`` alone determines.
@@ -95,7 +100,9 @@ def prove_gather(
         if isinstance(outcome, Refuted):
             return outcome
         if exits is not None and exits != outcome:
-            return Refuted("layout", "the gathered tensor's layout changes with its size")
+            return Refuted(
+                "layout", "the gathered tensor's layout changes with its size"
+            )
         exits = outcome
     assert exits is not None
     return exits, 2
@@ -115,10 +122,14 @@ def _trial(
             shape = symbols.shape(value)
             numel = int(torch.Size(shape).numel())
             if numel == 0 or numel * world_size > _MAX_ELEMENTS:
-                return Refuted("too_large", f"a trial of shape {shape} would take too long")
+                return Refuted(
+                    "too_large", f"a trial of shape {shape} would take too long"
+                )
             stack = _numbers(value.dtype, (world_size, *shape), draw)
             if stack is None:
-                return Refuted("dtype", f"{value.dtype} has too few values to tell elements apart")
+                return Refuted(
+                    "dtype", f"{value.dtype} has too few values to tell elements apart"
+                )
             run = Lockstep(
                 region.nodes,
                 {source: list(stack.unbind(0))},
@@ -129,28 +140,44 @@ def _trial(
             )
             values = run.run()
         except (Unsupported, ValueError) as error:
-            failure = Refuted("not_runnable", f"the region does not run on a trial: {error}")
+            failure = Refuted(
+                "not_runnable", f"the region does not run on a trial: {error}"
+            )
             continue
         return _solve(region, values, stack)
     return failure
 
 
 def _numbers(dtype: torch.dtype, shape: tuple[int, ...], draw: int) -> Tensor | None:
-    """Distinct values of the dtype, shuffled; zero is left out, since padding is zero."""
+    """Distinct values of the dtype, shuffled, without zero: padding is zero."""
     count = int(torch.Size(shape).numel())
-    order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(draw), device="cpu")
+    order = torch.randperm(
+        count, generator=torch.Generator("cpu").manual_seed(draw), device="cpu"
+    )
     if dtype.is_floating_point and dtype.itemsize >= 4:
         return (order + 1).to(dtype).reshape(shape)
     if dtype.itemsize >= 4 and not dtype.is_complex:
         return (order + 1).to(dtype).reshape(shape)
-    # Few values: codes of several digits cannot be told from one run, so elements repeat and
-    # the layout must fit random contents instead, in both trials.
+    # Few values: codes of several digits cannot be told from one run, so elements
+    # repeat and the layout must fit random contents instead, in both trials.
     if dtype is torch.bool or dtype.is_complex:
         return None
-    bits = torch.randint(1, 120, shape, generator=torch.Generator("cpu").manual_seed(draw + 1), device="cpu")
+    bits = torch.randint(
+        1,
+        120,
+        shape,
+        generator=torch.Generator("cpu").manual_seed(draw + 1),
+        device="cpu",
+    )
     if dtype.itemsize == 1:
         return bits.to(torch.uint8).view(dtype)
-    fine = torch.randint(1, 30000, shape, generator=torch.Generator("cpu").manual_seed(draw + 1), device="cpu")
+    fine = torch.randint(
+        1,
+        30000,
+        shape,
+        generator=torch.Generator("cpu").manual_seed(draw + 1),
+        device="cpu",
+    )
     return fine.to(torch.int16).view(dtype)
 
 
@@ -172,7 +199,9 @@ def _solve(
             found[node] = GatherExit(node, layout)
             continue
         if node in issued:
-            return Refuted("not_a_gather", "the result does not hold the ranks' data in order")
+            return Refuted(
+                "not_a_gather", "the result does not hold the ranks' data in order"
+            )
         pending += [s for s in node.all_input_nodes if s in region.exchanged]
     if not found:
         return Refuted("unused", "nothing uses the gathered tensor")

@@ -1,7 +1,8 @@
 """Which part of a whole a tensor holds, and in which order of dims.
 
-A ``Layout`` is found by comparing numbers once and is then used in two ways: to predict the
-tensor's value in the next trial, and to write the views that make it out of an op's result.
+A ``Layout`` is found by comparing numbers once and is then used in two ways: to predict
+the tensor's value in the next trial, and to write the views that make it out of an op's
+result.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """``whole`` narrowed to this rank's part of ``dim``, permuted by ``order``, reshaped.
+    """``whole`` narrowed to this rank's part of ``dim``, permuted by ``order``,
+    reshaped.
 
-    ``dim`` None means all of the whole. ``start`` and ``length`` are None where the part is the
-    rank's even share. ``order`` names the part's dims of size > 1 in the tensor's order.
+    ``dim`` None means all of the whole. ``start`` and ``length`` are None where the
+    part is the rank's even share. ``order`` names the part's dims of size > 1 in the
+    tensor's order.
     """
 
     dim: int | None
@@ -40,7 +43,9 @@ class Layout:
     def apply(
         self, whole: Tensor, shape: torch.Size, world_size: int, rank: int
     ) -> Tensor | None:
-        """The tensor of ``shape`` that this layout makes of the whole; None if it cannot."""
+        """The tensor of ``shape`` that this layout makes of the whole; None if it
+        cannot.
+        """
         part = self.part(whole, world_size, rank)
         if part.numel() != shape.numel():
             return None
@@ -54,7 +59,9 @@ Equal = Callable[[Tensor, Tensor], bool]
 def find_layout(
     value: Tensor, whole: Tensor, world_size: int, rank: int, equal: Equal
 ) -> Layout | None:
-    """The layout by which ``value`` is this rank's part, or all, of ``whole``; None if neither."""
+    """The layout by which ``value`` is this rank's part, or all, of ``whole``; None if
+    neither.
+    """
     if value.numel() == 0 or value.numel() > whole.numel():
         return None
     for dim, start, length in _parts(value, whole, world_size, rank):

@@ -1,7 +1,7 @@
 """Judge a proven site: may it be rewritten, and is it worth it?
 
-Only facts that are equal on all ranks decide here; a decision that depended on the rank would
-leave the ranks with different exchanges.
+Only facts that are equal on all ranks decide here; a decision that depended on the rank
+would leave the ranks with different exchanges.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ from torch.fx import Graph, Node
 
 from dcp_inductor import config
 from dcp_inductor.fx.nodes import size_name, tensor_val
+from dcp_inductor.fx.rewrite import gather_rows, merge_rows
 from dcp_inductor.fx.site import GatherSite, MergeSite, Reject
 
 _PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
-_SWITCHES = {
+SWITCHES = {
     "combine": "direct_combine",
     "query_gather": "direct_query_gather",
     "kv_gather": "direct_kv_gather",
 }
 
 
+def forced(kind: str) -> bool:
+    """Whether the user insists on the direct op for sites of this kind."""
+    return bool(getattr(config, SWITCHES[kind]) == "force")
+
+
 def judge(graph: Graph, site: MergeSite | GatherSite) -> Reject | None:
     """None if the site may be rewritten, else why not."""
-    switch = _SWITCHES[site.kind]
+    switch = SWITCHES[site.kind]
     if getattr(config, switch) == "disable":
         return Reject("disabled", f"{switch} is set to 'disable'")
     if site.group.world_size < 2:
@@ -37,35 +43,45 @@ def _judge_merge(graph: Graph, site: MergeSite) -> Reject | None:
     payload = _val(site.cut.partial_output)
     if payload.dtype not in _PAYLOADS:
         return Reject(
-            "dtype", f"the op merges in fp32, which would lose precision of {payload.dtype}"
+            "dtype",
+            f"the op merges in fp32, which would lose precision of {payload.dtype}",
         )
     for found in site.proof.exits:
         if _val(found.node).dtype == torch.float64:
-            return Reject("dtype", "the merged result is float64, the op accumulates in fp32")
+            return Reject(
+                "dtype", "the merged result is float64, the op accumulates in fp32"
+            )
     if _reaches(site.cut.leaves, {e.node for e in site.proof.exits}):
-        return Reject("cycle", "an input of the merge depends on a result of the same merge")
-    return _too_many_tokens(payload.shape[0])
+        return Reject(
+            "cycle", "an input of the merge depends on a result of the same merge"
+        )
+    return _too_many_rows(merge_rows(site))
 
 
 def _judge_gather(graph: Graph, site: GatherSite) -> Reject | None:
     source = _val(site.source)
     result = _val(site.exits[0].node)
     joined = size_name(source.shape[-1] * site.group.world_size) if source.dim() else ""
-    if source.dim() == 2 and result.dim() == 2 and size_name(result.shape[-1]) == joined:
+    if (
+        source.dim() == 2
+        and result.dim() == 2
+        and size_name(result.shape[-1]) == joined
+    ):
         return Reject("feature_gather", "the gather joins features, not heads or rows")
     if _reaches((site.source,), {e.node for e in site.exits}):
-        return Reject("cycle", "the gathered tensor depends on the result of the gather")
-    if source.dim() > 1:
-        return _too_many_tokens(source.shape[0])
-    return None
+        return Reject(
+            "cycle", "the gathered tensor depends on the result of the gather"
+        )
+    return _too_many_rows(gather_rows(site)) if source.dim() > 1 else None
 
 
-def _too_many_tokens(size: int | torch.SymInt) -> Reject | None:
+def _too_many_rows(size: int | torch.SymInt) -> Reject | None:
     name = size_name(size)
     if name.isdigit() and int(name) > config.max_tokens:
         return Reject(
             "over_capacity",
-            f"{name} rows exceed max_tokens={config.max_tokens}; raise DCP_INDUCTOR_MAX_TOKENS",
+            f"{name} rows exceed max_tokens={config.max_tokens}; "
+            "raise DCP_INDUCTOR_MAX_TOKENS",
         )
     return None
 

@@ -53,7 +53,8 @@ def tensor_val(node: Node) -> torch.Tensor | None:
 def is_number(node: Node) -> bool:
     """Whether the node stands for a (symbolic) number rather than a tensor."""
     return isinstance(
-        node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+        node.meta.get("val"),
+        (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool),
     )
 
 
@@ -79,12 +80,12 @@ def is_pure(node: Node) -> bool:
 
 
 def is_view_like(node: Node) -> bool:
-    """Whether the node holds its first input's elements, all of them, in some layout."""
+    """Whether the node holds all elements of its first input, in some layout."""
     return node.op == "call_function" and node.target in _VIEW_OPS
 
 
 def is_widening_cast(node: Node) -> bool:
-    """Whether the node only converts its input to a float type that holds it exactly."""
+    """Whether the node only casts its input to a float type that holds it exactly."""
     if node.op != "call_function" or node.target not in _CAST_OPS:
         return False
     source = node.args[0]

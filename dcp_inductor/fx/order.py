@@ -1,8 +1,9 @@
 """Thread the order token through the exchanges of a group.
 
-Exchanges of one group must run in the same order on every rank, and nothing but data dependence
-binds a scheduler. Direct ops hand the token on; a functional collective of the group that stays
-in the graph is tied in by order_after and order_token, unless data ties it already.
+Exchanges of one group must run in the same order on every rank, and nothing but data
+dependence binds a scheduler. Direct ops hand the token on; a functional collective of
+the group that stays in the graph is tied in by order_after and order_token, unless data
+ties it already.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def group_of_direct(node: Node) -> str | None:
 
 
 def thread_token(graph: Graph, group_name: str) -> None:
-    """Give every exchange of the group the token of the one before it, in graph order."""
+    """Give every exchange of the group the token of the one before it."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     token: Node | None = None  # made by ``last``
     last: Node | None = None
@@ -38,7 +39,9 @@ def thread_token(graph: Graph, group_name: str) -> None:
             for wait in pending:
                 if not _depends(node, wait, position):
                     with graph.inserting_before(node):
-                        current = Emitter(graph, wait).call(ops.order_token, wait, current)
+                        current = Emitter(graph, wait).call(
+                            ops.order_token, wait, current
+                        )
                     _move_before(graph, wait, current, position)
             node.update_arg(slot, current)
             with graph.inserting_after(node):
@@ -50,18 +53,22 @@ def thread_token(graph: Graph, group_name: str) -> None:
         collective = as_collective(node)
         if collective is None or collective.group_name != group_name:
             continue
-        if last is not None and token is not None and not _depends(node, last, position):
+        if (
+            last is not None
+            and token is not None
+            and not _depends(node, last, position)
+        ):
             _put_behind(graph, node, token)
-        wait = _wait_of(node)
-        if wait is not None:
-            pending.append(wait)
+        waited = _wait_of(node)
+        if waited is not None:
+            pending.append(waited)
     for item in items:
         if not item.users:
             graph.erase_node(item)
 
 
 def insert_guard(graph: Graph, node: Node, site: str, reason: str) -> None:
-    """Put a site_guard in front of a collective whose site a peer may take otherwise."""
+    """Put a site_guard before a collective whose site a peer may read otherwise."""
     collective = as_collective(node)
     assert collective is not None
     source = inputs_of(collective)[0]
@@ -108,8 +115,12 @@ def _wait_of(node: Node) -> Node | None:
     return None
 
 
-def _move_before(graph: Graph, wait: Node, user: Node, position: dict[Node, int]) -> None:
-    """A wait that stood behind its new user moves in front of it; it depends on no exchange."""
+def _move_before(
+    graph: Graph, wait: Node, user: Node, position: dict[Node, int]
+) -> None:
+    """A wait that stood behind its new user moves in front of it; it depends on no
+    exchange.
+    """
     if position.get(wait, 0) > position.get(user.next, len(position)):
         user.prepend(wait)
 

@@ -1,10 +1,10 @@
 """Prove that a region merges partial attention results by their log-sum-exp.
 
-The region runs for all ranks in lockstep on small random tensors and is compared with the merge
-in float64 under each hypothesis about its statistics. First every float is computed in float64
-(the algebra must agree to 1e-5), then in the graph's own dtypes (to their precision), with skewed
-LSEs of large magnitude (which show a narrowed LSE) and with empty shards. Only what agrees on
-every trial is a merge.
+The region runs for all ranks in lockstep on small random tensors and is compared with
+the merge in float64 under each hypothesis about its statistics. First every float is
+computed in float64 (the algebra must agree to 1e-5), then in the graph's own dtypes (to
+their precision), with skewed LSEs of large magnitude (which show a narrowed LSE) and
+with empty shards. Only what agrees on every trial is a merge.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dcp_inductor.fx.find import Cut, Region, statistic_axes
+from dcp_inductor.fx.axes import statistic_axes
+from dcp_inductor.fx.find import Cut, Region
 from dcp_inductor.fx.layout import Layout, find_layout
 from dcp_inductor.fx.lockstep import READINGS, Lockstep, Unsupported
 from dcp_inductor.fx.nodes import (
@@ -31,29 +32,12 @@ from dcp_inductor.fx.nodes import (
     size_name,
     tensor_val,
 )
+from dcp_inductor.fx.trial import SKEW, Data, Expected, Hypothesis, Trial
 
-# Elements of all ranks' partial outputs in one trial; above it a proof would cost seconds.
+# Elements of all ranks' partial outputs in one trial; above it a proof would cost
+# seconds.
 _MAX_ELEMENTS = 1 << 26
-# Largest LSE of a skewed trial: exp of it and of its sum over ranks still fit in fp32.
-_SKEW = 70.0
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """What the statistics of a cut may mean.
-
-    ``kind`` "lse": one LSE; "max_sum": row maximum and sum of exponentials; "sum": the weight of
-    the shard itself. ``normalised`` tells whether the partial output was divided by its sum.
-    ``axes`` holds, for each statistic, the partial output's dims that its dims are.
-    """
-
-    kind: str
-    is_base_e: bool
-    normalised: bool
-    swapped: bool
-    feature_dim: int
-    axes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -84,20 +68,6 @@ class Refuted:
     trials: int = 0
 
 
-@dataclass(frozen=True)
-class _Trial:
-    seed: int
-    exact: bool
-    skewed: bool = False
-    empty: str = ""  # "", "zero" or "nan": payload of the empty shards
-
-
-@dataclass(frozen=True)
-class _Expected:
-    output: Tensor  # partial output's shape, float64
-    lse: Tensor  # the same without the feature dim, in the statistics' base
-
-
 def prove_merge(
     region: Region, cut: Cut, world_size: int, rank: int, *, weights: bool = False
 ) -> Proof | Refuted:
@@ -111,7 +81,9 @@ def prove_merge(
         weights: take the one statistic for the shard's weight instead of its LSE.
     """
     if not region.collectives or not region.exits():
-        return Refuted("no_exchange", "the partial results meet no collective of the group")
+        return Refuted(
+            "no_exchange", "the partial results meet no collective of the group"
+        )
     return _Prover(region, cut, world_size, rank, weights).run()
 
 
@@ -136,7 +108,9 @@ class _Prover:
         self.stretch = 1
 
     def run(self) -> Proof | Refuted:
-        failure = Refuted("not_equivalent", "no hypothesis about base, layout or statistics fits")
+        failure = Refuted(
+            "not_equivalent", "no hypothesis about base, layout or statistics fits"
+        )
         for hypotheses in self._families():
             for reading in READINGS:
                 outcome, uses_rank = self._first_trial(hypotheses, reading)
@@ -152,7 +126,8 @@ class _Prover:
         """Hypotheses that share their trial values, the likelier families first."""
         shape = shape_key(self._value(self.cut.partial_output).shape)
         ways = [
-            statistic_axes(shape_key(self._value(s).shape), shape) for s in self.cut.statistics
+            statistic_axes(shape_key(self._value(s).shape), shape)
+            for s in self.cut.statistics
         ]
         kind = "max_sum" if len(ways) == 2 else "sum" if self.weights else "lse"
         for combination in itertools.product(*ways):
@@ -175,7 +150,7 @@ class _Prover:
     def _first_trial(
         self, hypotheses: list[Hypothesis], reading: str
     ) -> tuple[Proof | Refuted | None, bool]:
-        trial = _Trial(seed=1, exact=self.exact)
+        trial = Trial(seed=1, exact=self.exact)
         ran = self._run(trial, hypotheses[0], reading)
         if isinstance(ran, Refuted):
             return ran, False
@@ -195,10 +170,13 @@ class _Prover:
         self, hypothesis: Hypothesis, exits: Sequence[Exit], reading: str
     ) -> Refuted | None:
         """Repeat on other data; the first disagreement refutes."""
-        trials = [_Trial(seed=2, exact=self.exact), _Trial(3, self.exact, skewed=True)]
+        trials = [Trial(seed=2, exact=self.exact), Trial(3, self.exact, skewed=True)]
         if self.exact:
-            trials += [_Trial(4, False), _Trial(5, False, skewed=True)]
-        trials += [_Trial(6, self.exact, empty="zero"), _Trial(7, self.exact, empty="nan")]
+            trials += [Trial(4, False), Trial(5, False, skewed=True)]
+        trials += [
+            Trial(6, self.exact, empty="zero"),
+            Trial(7, self.exact, empty="nan"),
+        ]
         for trial in trials:
             ran = self._run(trial, hypothesis, reading)
             if isinstance(ran, Refuted):
@@ -212,17 +190,20 @@ class _Prover:
                     whole * found.lse_scale, value.shape, self.world_size, self.rank
                 )
                 if wanted is None:
-                    return Refuted("layout", "the result's layout changes with its size")
+                    return Refuted(
+                        "layout", "the result's layout changes with its size"
+                    )
                 problem = self._differs(value, wanted, trial)
                 if problem:
                     return Refuted(*problem)
         return None
 
     def _differs(
-        self, value: Tensor, wanted: Tensor, trial: _Trial
+        self, value: Tensor, wanted: Tensor, trial: Trial
     ) -> tuple[str, str] | None:
         if trial.empty:
-            # Where the graph gives NaN for an empty shard, the op's finite result is an answer.
+            # Where the graph gives NaN for an empty shard, the op's finite result is an
+            # answer.
             known = ~value.isnan()
             same = (value == wanted) | self._close(value, wanted, trial)
             if bool((known & ~same).any()):
@@ -235,22 +216,27 @@ class _Prover:
             value, wanted = value[finite], wanted[finite]
         if not self._equal(trial)(value, wanted):
             if trial.skewed:
-                return "precision", "an LSE of large magnitude loses precision on the way"
+                return (
+                    "precision",
+                    "an LSE of large magnitude loses precision on the way",
+                )
             return "not_equivalent", "results differ from the merge"
         return None
 
     def _run(
-        self, trial: _Trial, hypothesis: Hypothesis, reading: str
-    ) -> tuple[dict[Node, Tensor], _Data, bool] | Refuted:
-        """One lockstep run; stretches symbolic sizes to multiples of N where it must."""
+        self, trial: Trial, hypothesis: Hypothesis, reading: str
+    ) -> tuple[dict[Node, Tensor], Data, bool] | Refuted:
+        """One lockstep run, with symbolic sizes in multiples of N where it must be."""
         while True:
             self.trials += 1
             try:
                 symbols = self._numbers(trial, hypothesis)
                 shape = symbols.shape(self._value(self.cut.partial_output))
                 if math.prod(shape) * self.world_size > _MAX_ELEMENTS:
-                    return Refuted("too_large", f"a trial of shape {shape} would take too long")
-                data = _Data(self.cut, hypothesis, trial, symbols, self.world_size)
+                    return Refuted(
+                        "too_large", f"a trial of shape {shape} would take too long"
+                    )
+                data = Data(self.cut, hypothesis, trial, symbols, self.world_size)
                 run = Lockstep(
                     self.region.nodes,
                     data.leaves,
@@ -266,18 +252,23 @@ class _Prover:
                 if self.symbols and self.stretch == 1:
                     self.stretch = self.world_size
                     continue
-                return Refuted("not_runnable", f"the region does not run on a trial: {error}")
+                return Refuted(
+                    "not_runnable", f"the region does not run on a trial: {error}"
+                )
 
     def _size(self, draw: int) -> int:
         if self.stretch > 1:
             return self.stretch * (1 + draw % 3)
         return _PRIMES[draw % len(_PRIMES)]
 
-    def _numbers(self, trial: _Trial, hypothesis: Hypothesis) -> Symbols:
-        """A prime for each symbol; the same one where a statistic's dim is an output's dim."""
+    def _numbers(self, trial: Trial, hypothesis: Hypothesis) -> Symbols:
+        """A prime for each symbol; the same one where a statistic's dim is an output's
+        dim.
+        """
         symbols = Symbols(
             {
-                symbol: self._size(i + trial.seed) for i, symbol in enumerate(self.symbols)
+                symbol: self._size(i + trial.seed)
+                for i, symbol in enumerate(self.symbols)
             }
         )
         output = self._value(self.cut.partial_output)
@@ -292,14 +283,16 @@ class _Prover:
     def _solve(
         self,
         values: dict[Node, Tensor],
-        expected: _Expected,
+        expected: Expected,
         equal: Callable[[Tensor, Tensor], bool],
         hypothesis: Hypothesis,
     ) -> list[Exit] | None:
-        """Name every exit behind the partial output, or what it is made of, as the merge's.
+        """Name every exit behind the partial output, or what it is made of, as the
+        merge's.
 
-        Other exits come from the statistics alone. Those that are the merged LSE are named too,
-        unless the partial output depends on them; the rest keep what they are made of.
+        Other exits come from the statistics alone. Those that are the merged LSE are
+        named too, unless the partial output depends on them; the rest keep what they
+        are made of.
         """
         found: dict[Node, Exit] = {}
         issued = {collective.node for collective in self.region.collectives}
@@ -317,7 +310,9 @@ class _Prover:
                 if match is not None and node not in self.region.upstream:
                     found[node] = match
                 elif required:
-                    made_of = [s for s in node.all_input_nodes if s in self.region.exchanged]
+                    made_of = [
+                        s for s in node.all_input_nodes if s in self.region.exchanged
+                    ]
                     if node in issued and not made_of:
                         return None
                     stack += made_of
@@ -329,7 +324,7 @@ class _Prover:
         self,
         node: Node,
         value: object,
-        expected: _Expected,
+        expected: Expected,
         equal: Callable[[Tensor, Tensor], bool],
         hypothesis: Hypothesis,
     ) -> Exit | None:
@@ -343,7 +338,10 @@ class _Prover:
         layout = find_layout(value, expected.output, self.world_size, self.rank, equal)
         if layout is not None and layout.dim != hypothesis.feature_dim:
             return Exit(node, "output", layout, 1.0)
-        for scale in (1.0, math.log(2.0) if not hypothesis.is_base_e else 1 / math.log(2.0)):
+        for scale in (
+            1.0,
+            math.log(2.0) if not hypothesis.is_base_e else 1 / math.log(2.0),
+        ):
             layout = find_layout(
                 value, expected.lse * scale, self.world_size, self.rank, equal
             )
@@ -351,7 +349,7 @@ class _Prover:
                 return Exit(node, "lse", layout, scale)
         return None
 
-    def _equal(self, trial: _Trial) -> Callable[[Tensor, Tensor], bool]:
+    def _equal(self, trial: Trial) -> Callable[[Tensor, Tensor], bool]:
         most, typical = self._tolerance(trial)
 
         def equal(value: Tensor, wanted: Tensor) -> bool:
@@ -365,19 +363,24 @@ class _Prover:
 
         return equal
 
-    def _tolerance(self, trial: _Trial) -> tuple[float, float]:
-        """Largest and root-mean-square difference to allow, relative to the largest value."""
+    def _tolerance(self, trial: Trial) -> tuple[float, float]:
+        """Largest and root-mean-square difference to allow, relative to the largest
+        value.
+        """
         if trial.exact:
             return 1e-5, 2e-6
         most, typical = 32 * self.eps, 4 * self.eps
         if trial.skewed:
-            # An LSE of this size is only known to this much, whatever is computed from it.
-            dtype = min((self._value(s).dtype for s in self.cut.statistics), key=_fineness)
-            rounding = _SKEW * torch.finfo(dtype).eps
+            # An LSE of this size is only known to this much, whatever is computed from
+            # it.
+            dtype = min(
+                (self._value(s).dtype for s in self.cut.statistics), key=_fineness
+            )
+            rounding = SKEW * torch.finfo(dtype).eps
             most, typical = most + 4 * rounding, typical + rounding
         return most, typical
 
-    def _close(self, value: Tensor, wanted: Tensor, trial: _Trial) -> Tensor:
+    def _close(self, value: Tensor, wanted: Tensor, trial: Trial) -> Tensor:
         most, _ = self._tolerance(trial)
         return (value - wanted).abs() <= most * wanted.abs().clamp(min=1.0)
 
@@ -390,87 +393,3 @@ class _Prover:
 
 def _fineness(dtype: torch.dtype) -> float:
     return -torch.finfo(dtype).eps
-
-
-class _Data:
-    """Random partial results of all ranks, in the graph's dtypes and shapes."""
-
-    def __init__(
-        self, cut: Cut, hypothesis: Hypothesis, trial: _Trial, symbols: Symbols, world_size: int
-    ) -> None:
-        generator = torch.Generator("cpu").manual_seed(trial.seed)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
-
-        output_value = tensor_val(cut.partial_output)
-        assert output_value is not None
-        shape = symbols.shape(output_value)
-        feature = hypothesis.feature_dim
-        rows = [size for dim, size in enumerate(shape) if dim != feature]
-        output = normal(world_size, *shape)
-        level = normal(world_size, *rows) * (2.0 if trial.skewed else 3.0)
-        if trial.skewed:
-            level = level + (torch.rand(rows, generator=generator, device="cpu") - 0.5).double() * 2 * _SKEW
-        empty = torch.zeros(world_size, *rows, dtype=torch.bool, device="cpu")
-        if trial.empty:
-            empty = torch.rand(world_size, *rows, generator=generator, device="cpu") < 0.5
-            level = level.masked_fill(empty, -math.inf)
-            payload = 0.0 if trial.empty == "zero" else math.nan
-            output = output.masked_fill(empty.unsqueeze(feature + 1), payload)
-        weight = torch.rand(world_size, *rows, generator=generator, device="cpu").double() + 0.5
-        weight = weight.masked_fill(empty, 0.0)
-        statistics = {
-            "lse": [level],
-            "sum": [weight],
-            "max_sum": [weight, level] if hypothesis.swapped else [level, weight],
-        }[hypothesis.kind]
-
-        self.leaves: dict[Node, list[Tensor]] = {}
-        self._output = self._add(cut.partial_output, output, shape)
-        self._statistics = [
-            self._add_statistic(node, value, axes, feature, symbols)
-            for node, value, axes in zip(
-                cut.statistics, statistics, hypothesis.axes, strict=True
-            )
-        ]
-        self._feature = feature
-
-    def _add(self, node: Node, value: Tensor, shape: Sequence[int]) -> Tensor:
-        """Round to the leaf's dtype, remember, and return what was rounded, in float64."""
-        fake = tensor_val(node)
-        assert fake is not None
-        rounded = value.to(fake.dtype)
-        self.leaves[node] = [v.reshape(tuple(shape)).contiguous() for v in rounded]
-        return rounded.double()
-
-    def _add_statistic(
-        self, node: Node, value: Tensor, axes: Sequence[int], feature: int, symbols: Symbols
-    ) -> Tensor:
-        fake = tensor_val(node)
-        assert fake is not None
-        dims = [axis if axis < feature else axis - 1 for axis in axes]
-        rest = [dim for dim in range(value.dim() - 1) if dim not in dims]
-        order = [0, *(dim + 1 for dim in (*rest, *dims))]
-        turned = self._add(node, value.permute(order), symbols.shape(fake))
-        back = [order.index(dim) for dim in range(value.dim())]
-        return turned.permute(back)
-
-    def expected(self, hypothesis: Hypothesis) -> _Expected:
-        """The merge of the data under a hypothesis."""
-        factor = 1.0 if hypothesis.is_base_e else math.log(2.0)
-        output = self._output
-        if hypothesis.kind == "lse":
-            level = self._statistics[0] * factor
-        elif hypothesis.kind == "sum":
-            level = self._statistics[0].log()
-        else:
-            top, total = self._statistics[:: -1 if hypothesis.swapped else 1]
-            level = top * factor + total.log()
-        if not hypothesis.normalised:
-            total = self._statistics[0 if hypothesis.swapped or hypothesis.kind == "sum" else 1]
-            output = output / total.unsqueeze(self._feature + 1)
-        lse = torch.logsumexp(level, 0)
-        weight = (level - lse).exp().nan_to_num(0.0).unsqueeze(self._feature + 1)
-        merged = torch.where(weight == 0, 0.0, weight * output).sum(0)
-        return _Expected(merged, lse / factor)

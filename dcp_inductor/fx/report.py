@@ -1,7 +1,7 @@
 """What the pass saw and decided, as data: one GraphReport per compiled graph.
 
-``collect()`` hands the reports of the graphs compiled inside it to the caller; it is how
-``explain`` and the demo learn what happened. Nothing is kept when nobody collects.
+``collect()`` hands the reports of the graphs compiled inside it to the caller; it is
+how ``explain`` and the demo learn what happened. Nothing is kept when nobody collects.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class GraphReport:
         return sum(site.decision == "rewritten" for site in self.sites)
 
 
-_collectors: contextvars.ContextVar[tuple[list[GraphReport], ...]] = contextvars.ContextVar(
-    "dcp_inductor_reports", default=()
+_collectors: contextvars.ContextVar[tuple[list[GraphReport], ...]] = (
+    contextvars.ContextVar("dcp_inductor_reports", default=())
 )
 
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[GraphReport]]:
-    """Yield a list that receives the report of every graph compiled inside the block."""
+    """Yield a list that receives the report of every graph compiled inside."""
     reports: list[GraphReport] = []
     token = _collectors.set((*_collectors.get(), reports))
     try:

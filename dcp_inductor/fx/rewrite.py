@@ -1,7 +1,8 @@
 """Write a proven site as one graph op and the views around it.
 
-New nodes go behind the last of the site's inputs; users that stood before them are moved by the
-final topological sort of the pass. Old nodes go as soon as nothing uses them.
+New nodes go behind the last of the site's inputs; users that stood before them are
+moved by the final topological sort of the pass. Old nodes go as soon as nothing uses
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,40 @@ def plan_merge(site: MergeSite) -> Plan:
     return Plan("heads", dim, (*others, dim, feature), len(others))
 
 
-def rewrite_merge(graph: Graph, site: MergeSite, token: Node) -> list[tuple[Node, Node]]:
+def merge_rows(site: MergeSite) -> int | torch.SymInt:
+    """Tokens of the op that the site becomes; a workspace holds ``max_tokens``."""
+    plan = plan_merge(site)
+    shape = _val(site.cut.partial_output).shape
+    return math.prod(shape[dim] for dim in plan.dims[: plan.split])
+
+
+def gather_rows(site: GatherSite) -> int | torch.SymInt:
+    """Tokens of a query gather, or this rank's rows of a KV gather."""
+    before, behind = _stack_order(site)
+    shape = _val(site.source).shape
+    if before:
+        return math.prod(shape[label - 1] for label in before)
+    return shape[behind[0] - 1] if behind else 1
+
+
+def _stack_order(site: GatherSite) -> tuple[list[int], list[int]]:
+    """Dims of the stack before and behind the rank's, in the gathered tensor's order.
+
+    0 is the rank and d + 1 the source's dim d. Dims of size 1 are not in the layout and
+    lead.
+    """
+    order = site.exits[0].layout.order
+    named = [label for label in order if label]
+    ones = [d + 1 for d in range(_val(site.source).dim()) if d + 1 not in named]
+    position = order.index(0) if 0 in order else 0
+    if position == 0:
+        return [], [*ones, *named]
+    return [*ones, *named[:position]], named[position:]
+
+
+def rewrite_merge(
+    graph: Graph, site: MergeSite, token: Node
+) -> list[tuple[Node, Node]]:
     """Replace the site's exits by a2a_lse_reduce and views of its results.
 
     Returns:
@@ -113,7 +147,9 @@ class _MergeWriter:
         return dim + 1 if what == "lse" and dim >= self.hypothesis.feature_dim else dim
 
     def _flatten(self, node: Node, dims: Sequence[int]) -> Node:
-        """Merge the op's token dims and its head dims, ``dims`` being the node's in op order."""
+        """Merge the op's token dims and its head dims, ``dims`` being the node's in op
+        order.
+        """
         value = _val(node)
         split = self.plan.split
         tokens = math.prod(value.shape[:split])
@@ -125,8 +161,12 @@ class _MergeWriter:
         node = self.site.cut.partial_output
         if not self.hypothesis.normalised:
             total = self._statistic(1 if self.hypothesis.kind == "max_sum" else 0)
-            node = self.emit.permute(self.emit.cast(node, torch.float32), self.plan.dims)
-            total = self.emit.call(_aten.unsqueeze.default, total, len(self.plan.dims) - 1)
+            node = self.emit.permute(
+                self.emit.cast(node, torch.float32), self.plan.dims
+            )
+            total = self.emit.call(
+                _aten.unsqueeze.default, total, len(self.plan.dims) - 1
+            )
             node = self.emit.call(_aten.div.Tensor, node, total)
         else:
             node = self.emit.permute(node, self.plan.dims)
@@ -156,7 +196,9 @@ class _MergeWriter:
             node = self.emit.cast(node, torch.float32)
         axes = self.hypothesis.axes[position]
         value = _val(node)
-        named = [dim for dim in range(value.dim()) if size_name(value.shape[dim]) != "1"]
+        named = [
+            dim for dim in range(value.dim()) if size_name(value.shape[dim]) != "1"
+        ]
         ones = [dim for dim in range(value.dim()) if dim not in named]
         wanted = [dim for dim in self.plan.dims[:-1] if dim in axes]
         order = [named[axes.index(dim)] for dim in wanted]
@@ -184,7 +226,8 @@ class _MergeWriter:
         """Bring an op result whose dims are ``dims`` into the exit's layout."""
         layout = found.layout
         sizes = [
-            _share(self.shape[dim], self.site.group.world_size) if dim == scattered
+            _share(self.shape[dim], self.site.group.world_size)
+            if dim == scattered
             else self.shape[dim]
             for dim in dims
         ]
@@ -229,7 +272,9 @@ class _Anchor:
         self._scope.__exit__(*error)
 
 
-def rewrite_gather(graph: Graph, site: GatherSite, token: Node) -> list[tuple[Node, Node]]:
+def rewrite_gather(
+    graph: Graph, site: GatherSite, token: Node
+) -> list[tuple[Node, Node]]:
     """Replace the site's exits by a direct gather and views of its result.
 
     Returns:
@@ -239,14 +284,7 @@ def rewrite_gather(graph: Graph, site: GatherSite, token: Node) -> list[tuple[No
     emit = Emitter(graph, site.origin)
     source = _val(site.source)
     world_size = site.group.world_size
-    # Stack dims: 0 is the rank, d + 1 is the source's dim d. Dims of size 1 lead.
-    order = site.exits[0].layout.order
-    named = [label for label in order if label]
-    ones = [dim + 1 for dim in range(source.dim()) if dim + 1 not in named]
-    position = order.index(0) if 0 in order else 0
-    before, behind = [*ones, *named[:position]], named[position:]
-    if position == 0:
-        before, behind = [], [*ones, *named]
+    before, behind = _stack_order(site)
     sizes = {label: source.shape[label - 1] for label in (*before, *behind)}
     with anchor:
         node = emit.permute(site.source, [label - 1 for label in (*before, *behind)])
@@ -273,7 +311,8 @@ def rewrite_gather(graph: Graph, site: GatherSite, token: Node) -> list[tuple[No
         for found in site.exits:
             lead = [label for label in stacked if label not in found.layout.order]
             turned = emit.permute(
-                gathered, [stacked.index(label) for label in (*lead, *found.layout.order)]
+                gathered,
+                [stacked.index(label) for label in (*lead, *found.layout.order)],
             )
             model = _val(found.node)
             turned = emit.like(emit.reshape(turned, list(model.shape)), model)
@@ -288,7 +327,9 @@ def _flat_rows(source: torch.Tensor) -> list[int | torch.SymInt]:
     size = source.shape[0]
     terms = sympy.Add.make_args(expression(size))
     coefficient = int(sympy.gcd_list([term.as_coeff_Mul()[0] for term in terms]))
-    width = max(w for w in range(1, min(coefficient, _FLAT_ROW) + 1) if coefficient % w == 0)
+    width = max(
+        w for w in range(1, min(coefficient, _FLAT_ROW) + 1) if coefficient % w == 0
+    )
     return [size // width, width]
 
 

@@ -13,7 +13,7 @@ from dcp_inductor.fx.collectives import Collective
 from dcp_inductor.fx.find import Cut, GraphIndex, Region, cuts, is_minimal
 from dcp_inductor.fx.gathers import gather_sources, prove_gather
 from dcp_inductor.fx.nodes import size_name, tensor_val
-from dcp_inductor.fx.lockstep import foreign_ranks
+from dcp_inductor.fx.own_rank import foreign_ranks
 from dcp_inductor.fx.prove import Exit, Proof, Refuted, prove_merge
 from dcp_inductor.fx.site import (
     GatherExit,
@@ -66,7 +66,8 @@ class Candidate:
     proof_ms: float
     collectives: frozenset[Node]
     first_collective: Node
-    # Names of the same place under every cut that was tried: a peer may have taken another.
+    # Names of the same place under every cut that was tried: a peer may have taken
+    # another.
     aliases: frozenset[str] = frozenset()
 
     @property
@@ -75,7 +76,7 @@ class Candidate:
 
 
 def find_merges(graph: Graph) -> list[Candidate]:
-    """Proven merges and near misses of the graph, in graph order of their collectives."""
+    """Proven merges and near misses of the graph, in graph order."""
     index = GraphIndex(graph)
     claimed: set[Node] = set()
     tried: dict[str, set[Node]] = {}
@@ -118,8 +119,8 @@ def _merge_from(
         for cut, region in regions:
             if weights and len(cut.statistics) == 2:
                 continue
-            # A shifted LSE merges as well as the LSE itself, but leaves the exchange of the
-            # shift behind: the cut that covers most collectives is the one to take.
+            # A shifted LSE merges as well as the LSE itself, but leaves the exchange of
+            # the shift behind: the cut that covers most collectives is the one to take.
             if proven and set(region.collectives) <= set(proven[2].collectives):
                 continue
             outcome, cached = _prove(region, cut, group, weights)
@@ -155,7 +156,8 @@ def _merge_from(
                 return _candidate(None, refusal, cut, region, group, trials, start)
     missed = _candidate(None, reject, best[2], best[3], group, trials, start)
     missed.aliases = frozenset(
-        site_name(region.exits()[-1], _key(cut, region, group)) for cut, region in regions
+        site_name(region.exits()[-1], _key(cut, region, group))
+        for cut, region in regions
     )
     return missed
 
@@ -191,21 +193,21 @@ def _prove(
     nodes = (*region.leaves, *region.nodes)
     number = {node: i for i, node in enumerate(nodes)}
 
-    def make() -> Proof | Refuted:
-        outcome = prove_merge(region, cut, group.world_size, group.rank, weights=weights)
+    def make() -> object:
+        outcome = prove_merge(
+            region, cut, group.world_size, group.rank, weights=weights
+        )
         if isinstance(outcome, Refuted):
             return outcome
         exits = [(number[e.node], e.what, e.layout, e.lse_scale) for e in outcome.exits]
-        return Proof(outcome.hypothesis, tuple(exits), outcome.trials)  # type: ignore[arg-type]
+        return outcome.hypothesis, exits, outcome.trials
 
     stored, cached = _proofs.get(key, make)
     if isinstance(stored, Refuted):
         return stored, cached
-    exits = tuple(
-        Exit(nodes[i], what, layout, scale)
-        for i, what, layout, scale in stored.exits  # type: ignore[misc]
-    )
-    return Proof(stored.hypothesis, exits, stored.trials), cached
+    hypothesis, numbered, trials = stored
+    exits = tuple(Exit(nodes[i], *rest) for i, *rest in numbered)
+    return Proof(hypothesis, exits, trials), cached
 
 
 def replaced_collectives(region: Region, exits: list[Node]) -> set[Node]:
@@ -219,7 +221,9 @@ def replaced_collectives(region: Region, exits: list[Node]) -> set[Node]:
         node = stack.pop()
         if node not in needed and node not in replaced:
             needed.add(node)
-            stack += [source for source in node.all_input_nodes if source in region.exchanged]
+            stack += [
+                source for source in node.all_input_nodes if source in region.exchanged
+            ]
     return (region.feeding(exits) & issued) - needed
 
 
@@ -266,7 +270,10 @@ def _gather_from(
     value = tensor_val(source)
     assert value is not None
     key = site_key(
-        "gather", region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
+        "gather",
+        region.nodes,
+        group.world_size,
+        (size_name(value.shape[-1]), value.dtype),
     )
     site = GatherSite(group, source, region, exits, key, exits[0].node)
     trials = 0 if cached else stored[1]
@@ -288,7 +295,10 @@ def _key(cut: Cut, region: Region, group: Group) -> str:
     value = tensor_val(cut.partial_output)
     assert value is not None
     return site_key(
-        "combine", region.nodes, group.world_size, (size_name(value.shape[-1]), value.dtype)
+        "combine",
+        region.nodes,
+        group.world_size,
+        (size_name(value.shape[-1]), value.dtype),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the pass knows about one site: where it is, what it is, and why it is refused."""
+"""What the pass knows about one site: where and what it is, and why it is refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ class GatherSite:
 
     @property
     def kind(self) -> str:
-        """Rows stack on the first dim of a KV gather; a query gather joins heads behind it."""
+        """Rows stack on the first dim of a KV gather; a query gather joins heads behind
+        it.
+        """
         return "kv_gather" if self.exits[0].layout.order[:1] == (0,) else "query_gather"
 
     def rename(self, moved: Mapping[Node, Node]) -> None:
@@ -89,7 +91,7 @@ class GatherSite:
 
 
 def site_name(origin: Node, key: str) -> str:
-    """A name for messages, equal on all ranks: ``file.py:line#key``, or the key alone."""
+    """A name for messages, equal on all ranks: ``file.py:line#key``, or the key."""
     line = source_line(origin)
     if not line:
         return key

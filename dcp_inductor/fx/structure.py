@@ -1,4 +1,6 @@
-"""The structure of a region as a value: what two regions share when one proof serves both."""
+"""The structure of a region as a value: what two regions share when one proof serves
+both.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _MOVERS = {
 
 
 def fingerprint(region: Region) -> tuple[Any, ...]:
-    """A hashable value, equal for regions that differ only in names of nodes and symbols."""
+    """A hashable value, equal for regions that differ only in names of nodes and
+    symbols.
+    """
     number: dict[Node, int] = {}
     symbols: dict[sympy.Symbol, str] = {}
 
@@ -51,7 +55,9 @@ def fingerprint(region: Region) -> tuple[Any, ...]:
         if isinstance(value, Node):
             if value in number:
                 return ("node", number[value])
-            return ("size", size(value.meta.get("val"))) if is_number(value) else "outside"
+            return (
+                ("size", size(value.meta.get("val"))) if is_number(value) else "outside"
+            )
         if isinstance(value, (list, tuple)):
             return tuple(argument(item) for item in value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -58,7 +58,9 @@ def _result(site: MergeSite | GatherSite | None) -> str:
     if not isinstance(site, MergeSite):
         return "all ranks' rows" if site and site.kind == "kv_gather" else "all heads"
     names = {
-        "heads": "own heads", "tokens": "own tokens", "none": "all heads",
+        "heads": "own heads",
+        "tokens": "own tokens",
+        "none": "all heads",
     }
     text = names[plan_merge(site).scatter]
     if any(e.what == "lse" for e in site.proof.exits):
@@ -67,7 +69,9 @@ def _result(site: MergeSite | GatherSite | None) -> str:
 
 
 def _workspace_bytes(site: MergeSite | GatherSite | None) -> int:
-    """Payload of two slots of ``max_tokens`` rows; headers and alignment are not counted."""
+    """Payload of two slots of ``max_tokens`` rows; headers and alignment are not
+    counted.
+    """
     if site is None:
         return 0
     source = site.cut.partial_output if isinstance(site, MergeSite) else site.source

@@ -1,0 +1,157 @@
+"""One trial of a proof: random partial results of all ranks, and what they merge to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dcp_inductor.fx.find import Cut
+from dcp_inductor.fx.nodes import Symbols, tensor_val
+
+# Largest LSE of a skewed trial: exp of it and of its sum over ranks still fit in fp32.
+SKEW = 70.0
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """What the statistics of a cut may mean.
+
+    ``kind`` "lse": one LSE; "max_sum": row maximum and sum of exponentials; "sum": the
+    weight of the shard itself. ``normalised`` tells whether the partial output was
+    divided by its sum. ``axes`` holds, for each statistic, the partial output's dims
+    that its dims are.
+    """
+
+    kind: str
+    is_base_e: bool
+    normalised: bool
+    swapped: bool
+    feature_dim: int
+    axes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    seed: int
+    exact: bool
+    skewed: bool = False
+    empty: str = ""  # "", "zero" or "nan": payload of the empty shards
+
+
+@dataclass(frozen=True)
+class Expected:
+    output: Tensor  # partial output's shape, float64
+    lse: Tensor  # the same without the feature dim, in the statistics' base
+
+
+class Data:
+    """Random partial results of all ranks, in the graph's dtypes and shapes."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        hypothesis: Hypothesis,
+        trial: Trial,
+        symbols: Symbols,
+        world_size: int,
+    ) -> None:
+        generator = torch.Generator("cpu").manual_seed(trial.seed)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(
+                size, generator=generator, dtype=torch.float64, device="cpu"
+            )
+
+        output_value = tensor_val(cut.partial_output)
+        assert output_value is not None
+        shape = symbols.shape(output_value)
+        feature = hypothesis.feature_dim
+        rows = [size for dim, size in enumerate(shape) if dim != feature]
+        output = normal(world_size, *shape)
+        level = normal(world_size, *rows) * (2.0 if trial.skewed else 3.0)
+        if trial.skewed:
+            level = (
+                level
+                + (torch.rand(rows, generator=generator, device="cpu") - 0.5).double()
+                * 2
+                * SKEW
+            )
+        empty = torch.zeros(world_size, *rows, dtype=torch.bool, device="cpu")
+        if trial.empty:
+            empty = (
+                torch.rand(world_size, *rows, generator=generator, device="cpu") < 0.5
+            )
+            level = level.masked_fill(empty, -math.inf)
+            payload = 0.0 if trial.empty == "zero" else math.nan
+            output = output.masked_fill(empty.unsqueeze(feature + 1), payload)
+        weight = (
+            torch.rand(world_size, *rows, generator=generator, device="cpu").double()
+            + 0.5
+        )
+        weight = weight.masked_fill(empty, 0.0)
+        statistics = {
+            "lse": [level],
+            "sum": [weight],
+            "max_sum": [weight, level] if hypothesis.swapped else [level, weight],
+        }[hypothesis.kind]
+
+        self.leaves: dict[Node, list[Tensor]] = {}
+        self._output = self._add(cut.partial_output, output, shape)
+        self._statistics = [
+            self._add_statistic(node, value, axes, feature, symbols)
+            for node, value, axes in zip(
+                cut.statistics, statistics, hypothesis.axes, strict=True
+            )
+        ]
+        self._feature = feature
+
+    def _add(self, node: Node, value: Tensor, shape: Sequence[int]) -> Tensor:
+        """Round to the leaf's dtype, remember, and return it in float64."""
+        fake = tensor_val(node)
+        assert fake is not None
+        rounded = value.to(fake.dtype)
+        self.leaves[node] = [v.reshape(tuple(shape)).contiguous() for v in rounded]
+        return rounded.double()
+
+    def _add_statistic(
+        self,
+        node: Node,
+        value: Tensor,
+        axes: Sequence[int],
+        feature: int,
+        symbols: Symbols,
+    ) -> Tensor:
+        fake = tensor_val(node)
+        assert fake is not None
+        dims = [axis if axis < feature else axis - 1 for axis in axes]
+        rest = [dim for dim in range(value.dim() - 1) if dim not in dims]
+        order = [0, *(dim + 1 for dim in (*rest, *dims))]
+        turned = self._add(node, value.permute(order), symbols.shape(fake))
+        back = [order.index(dim) for dim in range(value.dim())]
+        return turned.permute(back)
+
+    def expected(self, hypothesis: Hypothesis) -> Expected:
+        """The merge of the data under a hypothesis."""
+        factor = 1.0 if hypothesis.is_base_e else math.log(2.0)
+        output = self._output
+        if hypothesis.kind == "lse":
+            level = self._statistics[0] * factor
+        elif hypothesis.kind == "sum":
+            level = self._statistics[0].log()
+        else:
+            top, total = self._statistics[:: -1 if hypothesis.swapped else 1]
+            level = top * factor + total.log()
+        if not hypothesis.normalised:
+            total = self._statistics[
+                0 if hypothesis.swapped or hypothesis.kind == "sum" else 1
+            ]
+            output = output / total.unsqueeze(self._feature + 1)
+        lse = torch.logsumexp(level, 0)
+        weight = (level - lse).exp().nan_to_num(0.0).unsqueeze(self._feature + 1)
+        merged = torch.where(weight == 0, 0.0, weight * output).sum(0)
+        return Expected(merged, lse / factor)
