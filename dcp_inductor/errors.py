@@ -24,8 +24,8 @@ class FaultRecord:
     def __str__(self) -> str:
         site = f" at site {self.site}" if self.site else ""
         return (
-            f"{self.op}{site}: rank {self.rank} of group '{self.group_name}' waited for "
-            f"epoch {self.epoch_wanted} of rank {self.peer}, which is at epoch "
+            f"{self.op}{site}: rank {self.rank} of group '{self.group_name}' waited "
+            f"for epoch {self.epoch_wanted} of rank {self.peer}, which is at epoch "
             f"{self.epoch_seen}"
         )
 
@@ -33,23 +33,23 @@ class FaultRecord:
 class DCPTimeoutError(DCPError):
     """A peer did not arrive within ``config.timeout_s``.
 
-    ``record`` names op, site, rank, peer and both epochs. The workspace is unusable until
-    every rank of the group has called :func:`dcp_inductor.recover`.
+    ``record`` names op, site, rank, peer and both epochs. The workspace is unusable
+    until every rank of the group has called :func:`dcp_inductor.recover`.
     """
 
     def __init__(self, record: FaultRecord, timeout_s: float) -> None:
         super().__init__(
-            f"{record} after {timeout_s:g} s. Every rank of the group must make the same "
-            "sequence of exchanges; a rank that died, raised, or took another branch shows "
-            "up here. Call dcp_inductor.recover(group) on all ranks to go on, or raise "
-            "DCP_INDUCTOR_TIMEOUT_S if the peer was only slow."
+            f"{record} after {timeout_s:g} s. Every rank of the group must make the "
+            "same sequence of exchanges; a rank that died, raised, or took another "
+            "branch shows up here. Call dcp_inductor.recover(group) on all ranks to go "
+            "on, or raise DCP_INDUCTOR_TIMEOUT_S if the peer was only slow."
         )
         self.record = record
         self.timeout_s = timeout_s
 
 
 class DCPMismatchError(DCPError):
-    """Two ranks of a group met in one exchange with different ops, shapes or options."""
+    """Ranks of a group met in one exchange with different ops, shapes or options."""
 
 
 class DCPDisagreementError(DCPError):

@@ -1,4 +1,6 @@
-"""Facts about process groups; the one home of torch.distributed's private group registry."""
+"""Facts about process groups; the one home of torch.distributed's private group
+registry.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ def resolve(group_name: str) -> dist.ProcessGroup:
         return c10d._resolve_process_group(cast(Any, group_name))
     except (RuntimeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"expected the name of a live process group, got {group_name!r}: create the "
-            "group with torch.distributed before compiling or running a graph that uses it"
+            f"expected the name of a live process group, got {group_name!r}: create "
+            "the group with torch.distributed before compiling or running a graph "
+            "that uses it"
         ) from error
 
 

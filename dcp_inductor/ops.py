@@ -1,15 +1,20 @@
-"""The graph ops of dcp_inductor: schema, tags, fake and handle, declared here and nowhere else.
+"""The graph ops of dcp_inductor: schema, tags, fake and handle, declared here and
+nowhere else.
 
-Graph ops are functional and hold no pointer, rank or workspace, so a graph with them can be
-cached and shared. Every one takes and returns an order token (a zero-size tensor): exchanges of
-one group must run in the same order on every rank, and the token is what stops a scheduler from
-swapping two of them. ``site`` names the place in the user's graph for error messages and for the
-ranks' agreement; it changes nothing in the result.
+Graph ops are functional and hold no pointer, rank or workspace, so a graph with them
+can be cached and shared. Every one takes and returns an order token (a zero-size
+tensor): exchanges of one group must run in the same order on every rank, and the token
+is what stops a scheduler from swapping two of them. ``site`` names the place in the
+user's graph for error messages and for the ranks' agreement; it changes nothing in the
+result.
 
 Shapes: T tokens, N ranks, h = heads of a rank, H = N * h heads, D head dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -29,8 +34,9 @@ def _check_token(token: Tensor) -> None:
     )
 
 
-# --- q_gather: [T, h, D] of every rank -> [T, H or padded_heads, D], rank-major heads -----------
-# Any dtype, moved as bytes. padded_heads > H appends zero heads. The result is a fresh tensor.
+# q_gather: [T, h, D] of every rank -> [T, H or padded_heads, D], rank-major heads.
+# Any dtype, moved as bytes. padded_heads > H appends zero heads. The result is a fresh
+# tensor.
 _LIBRARY.define(
     "q_gather(Tensor query, Tensor token, str group_name, *, int padded_heads=0, "
     'str site="") -> (Tensor, Tensor)',
@@ -40,11 +46,16 @@ q_gather = torch.ops.dcp_inductor.q_gather.default
 
 
 def gathered_heads(query: Tensor, world_size: int, padded_heads: int) -> int:
-    """Heads of q_gather's result; raises ValueError when ``padded_heads`` cannot hold them."""
+    """Heads of q_gather's result.
+
+    Raises:
+        ValueError: ``padded_heads`` cannot hold the heads of all ranks.
+    """
     heads = query.shape[1] * world_size
     if padded_heads and padded_heads < heads:
         raise ValueError(
-            f"q_gather: expected padded_heads of 0 or at least {heads}, got {padded_heads}"
+            f"q_gather: expected padded_heads of 0 or at least {heads}, got "
+            f"{padded_heads}"
         )
     return padded_heads or heads
 
@@ -63,8 +74,8 @@ def _(query, token, group_name, *, padded_heads=0, site=""):
     )
 
 
-# --- kv_gather: [t, ...] of every rank -> [N * t, ...] in rank order -----------------------------
-# Any dtype, moved as bytes. The result is a fresh tensor.
+# kv_gather: [t, ...] of every rank -> [N * t, ...] in rank order. Any dtype, moved as
+# bytes. The result is a fresh tensor.
 _LIBRARY.define(
     'kv_gather(Tensor rows, Tensor token, str group_name, *, str site="") '
     "-> (Tensor, Tensor)",
@@ -75,7 +86,9 @@ kv_gather = torch.ops.dcp_inductor.kv_gather.default
 
 @torch.library.register_fake("dcp_inductor::kv_gather")
 def _(rows, token, group_name, *, site=""):
-    torch._check(rows.dim() >= 1, lambda: "kv_gather: expected rows [t, ...], got 0 dims")
+    torch._check(
+        rows.dim() >= 1, lambda: "kv_gather: expected rows [t, ...], got 0 dims"
+    )
     _check_token(token)
     world_size = groups.size(group_name)
     return (
@@ -84,17 +97,20 @@ def _(rows, token, group_name, *, site=""):
     )
 
 
-# --- a2a_lse_reduce: partial outputs [T, H, D] and LSEs [T, H] of every rank -> merged -----------
-# out[t, j] = sum_r w_r[t, j] * partial_output_r[t, j],   w_r = exp(lse_r) / sum_s exp(lse_s)
-# in fp32 and rank order. LSE NaN or +inf counts as -inf (empty shard); a source of weight 0 is
-# never read; a row empty on all ranks is 0 with LSE -inf.
-# scatter "heads": this rank's heads [T, h, D]; "tokens": this rank's tokens [T / N, H, D];
-# "none": all of it on every rank [T, H, D]. split_sizes: heads (tokens) of each rank where they
-# are uneven. lse: merged LSE in the base of the input, fp32, scattered like the output or, with
-# full_lse, [T, H]; [0] unless return_lse. seq_lens [B] (local KV lengths) with query_start_loc
-# [B + 1] mark rows without local KV and padding rows as empty at the source.
+# a2a_lse_reduce: partial outputs [T, H, D] and LSEs [T, H] of every rank -> merged,
+#     out[t, j] = sum_r w_r[t, j] * partial_output_r[t, j]
+#     w_r = exp(lse_r) / sum_s exp(lse_s)
+# in fp32 and rank order. LSE NaN or +inf counts as -inf (empty shard); a source of
+# weight 0 is never read; a row empty on all ranks is 0 with LSE -inf.
+# scatter: "heads", this rank's heads [T, h, D]; "tokens", this rank's tokens
+# [T / N, H, D]; "none", all of it on every rank [T, H, D]. split_sizes: heads (tokens)
+# of each rank where they are uneven. lse: merged LSE in the base of the input, fp32,
+# scattered like the output or, with full_lse, [T, H]; [0] unless return_lse. seq_lens
+# [B] (local KV lengths) and query_start_loc [B + 1] mark rows without local KV and
+# padding rows as empty at the source.
 _LIBRARY.define(
-    "a2a_lse_reduce(Tensor partial_output, Tensor partial_lse, Tensor token, str group_name, *, "
+    "a2a_lse_reduce(Tensor partial_output, Tensor partial_lse, Tensor token, "
+    "str group_name, *, "
     'str scatter="heads", SymInt[] split_sizes=[], bool is_lse_base_on_e=True, '
     "bool return_lse=False, bool full_lse=False, ScalarType? output_dtype=None, "
     'Tensor? seq_lens=None, Tensor? query_start_loc=None, str site="") '
@@ -105,57 +121,67 @@ a2a_lse_reduce = torch.ops.dcp_inductor.a2a_lse_reduce.default
 
 
 def check_a2a_lse_reduce(
-    partial_output, partial_lse, scatter, split_sizes, seq_lens, query_start_loc, world_size
+    partial_output: Tensor,
+    partial_lse: Tensor,
+    scatter: str,
+    split_sizes: Sequence[int],
+    seq_lens: Tensor | None,
+    query_start_loc: Tensor | None,
+    world_size: int,
 ) -> None:
-    """Raise ValueError, with expected and got, for arguments that no rank could serve."""
+    """Check arguments of a2a_lse_reduce that no rank could serve.
+
+    Raises:
+        ValueError: a wrong number of dims, dtype, scatter mode or split, or sizes that
+            are known to differ; with what was expected and what was given.
+    """
     if partial_output.dim() != 3:
-        raise ValueError(
-            f"a2a_lse_reduce: expected partial_output [T, H, D], got {partial_output.dim()} dims"
-        )
+        _refuse("partial_output [T, H, D]", f"{partial_output.dim()} dims")
     if partial_lse.dim() != 2:
-        raise ValueError(
-            f"a2a_lse_reduce: expected partial_lse [T, H], got {partial_lse.dim()} dims"
-        )
+        _refuse("partial_lse [T, H]", f"{partial_lse.dim()} dims")
     if not partial_lse.dtype.is_floating_point:
-        raise ValueError(
-            f"a2a_lse_reduce: expected a floating-point partial_lse, got {partial_lse.dtype}"
-        )
+        _refuse("a floating-point partial_lse", f"{partial_lse.dtype}")
     for dim, name in enumerate("TH"):
-        torch._check(
-            partial_lse.shape[dim] == partial_output.shape[dim],
-            lambda dim=dim, name=name: (
-                f"a2a_lse_reduce: expected equal {name} in partial_output and partial_lse, got "
-                f"{partial_output.shape[dim]} and {partial_lse.shape[dim]}"
-            ),
-        )
+        of_output, of_lse = partial_output.shape[dim], partial_lse.shape[dim]
+        if _differ(of_output, of_lse):
+            _refuse(
+                f"equal {name} in partial_output and partial_lse",
+                f"{of_output} and {of_lse}",
+            )
     if scatter not in SCATTER_MODES:
-        raise ValueError(
-            f"a2a_lse_reduce: expected scatter in {SCATTER_MODES}, got {scatter!r}"
-        )
+        _refuse(f"scatter in {SCATTER_MODES}", repr(scatter))
     if split_sizes and (scatter == "none" or len(split_sizes) != world_size):
-        raise ValueError(
-            f"a2a_lse_reduce: expected no split_sizes, or one per rank ({world_size}) with "
-            f"scatter 'heads' or 'tokens', got {len(split_sizes)} with {scatter!r}"
+        _refuse(
+            f"no split_sizes, or one per rank ({world_size}) with scatter 'heads' or "
+            "'tokens'",
+            f"{len(split_sizes)} with {scatter!r}",
         )
     if (seq_lens is None) != (query_start_loc is None):
-        raise ValueError(
-            "a2a_lse_reduce: expected both of seq_lens and query_start_loc or neither"
+        _refuse("both of seq_lens and query_start_loc or neither", "one of them")
+    if scatter == "none":
+        return
+    total = partial_output.shape[1 if scatter == "heads" else 0]
+    if split_sizes:
+        if _differ(sum(split_sizes), total):
+            _refuse(f"split_sizes that add up to {total}", f"{sum(split_sizes)}")
+    elif _differ(total % world_size, 0):
+        _refuse(
+            f"{scatter} that split evenly over {world_size} ranks, or split_sizes",
+            f"{total} {scatter}",
         )
-    if scatter != "none":
-        total = partial_output.shape[1 if scatter == "heads" else 0]
-        if split_sizes:
-            torch._check(
-                sum(split_sizes) == total,
-                lambda: f"a2a_lse_reduce: split_sizes add up to {sum(split_sizes)}, not {total}",
-            )
-        else:
-            torch._check(
-                total % world_size == 0,
-                lambda: (
-                    f"a2a_lse_reduce: {total} {scatter} do not split evenly over {world_size} "
-                    "ranks; pass split_sizes"
-                ),
-            )
+
+
+def _refuse(expected: str, got: str) -> NoReturn:
+    raise ValueError(f"a2a_lse_reduce: expected {expected}, got {got}")
+
+
+def _differ(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes are known to differ; symbols are left to the run, unguarded."""
+    if isinstance(size, int) and isinstance(other, int):
+        return size != other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size != other)
 
 
 def scattered_shape(partial_lse, scatter, split_sizes, world_size, rank):
@@ -170,14 +196,31 @@ def scattered_shape(partial_lse, scatter, split_sizes, world_size, rank):
 
 @torch.library.register_fake("dcp_inductor::a2a_lse_reduce")
 def _(
-    partial_output, partial_lse, token, group_name, *, scatter="heads", split_sizes=(),
-    is_lse_base_on_e=True, return_lse=False, full_lse=False, output_dtype=None,
-    seq_lens=None, query_start_loc=None, site="",
+    partial_output,
+    partial_lse,
+    token,
+    group_name,
+    *,
+    scatter="heads",
+    split_sizes=(),
+    is_lse_base_on_e=True,
+    return_lse=False,
+    full_lse=False,
+    output_dtype=None,
+    seq_lens=None,
+    query_start_loc=None,
+    site="",
 ):
     group = groups.resolve(group_name)
     world_size = group.size()
     check_a2a_lse_reduce(
-        partial_output, partial_lse, scatter, split_sizes, seq_lens, query_start_loc, world_size
+        partial_output,
+        partial_lse,
+        scatter,
+        split_sizes,
+        seq_lens,
+        query_start_loc,
+        world_size,
     )
     _check_token(token)
     shape = scattered_shape(partial_lse, scatter, split_sizes, world_size, group.rank())
@@ -189,9 +232,8 @@ def _(
     return output, lse, torch.empty_like(token)
 
 
-# --- order_after: ties a collective that stays in the graph into the order of a group ------------
-# Returns x itself, available only after the exchange that made ``token``; order_token gives the
-# token that is available only after x.
+# order_after: x itself, available only after the exchange that made ``token``.
+# order_token: a token that is available only after x.
 _LIBRARY.define("order_after(Tensor(a) x, Tensor token) -> Tensor(a)", tags=_TAGS)
 order_after = torch.ops.dcp_inductor.order_after.default
 _LIBRARY.define("order_token(Tensor x, Tensor token) -> Tensor", tags=_TAGS)
@@ -210,9 +252,10 @@ def _(x, token):
     return torch.empty_like(token)
 
 
-# --- site_guard: raises on the ranks that refused a site where a peer accepted it ----------------
+# site_guard: raises on ranks that refused a site where a peer accepted it.
 _LIBRARY.define(
-    "site_guard(Tensor token, str group_name, str site, str reason) -> Tensor", tags=_TAGS
+    "site_guard(Tensor token, str group_name, str site, str reason) -> Tensor",
+    tags=_TAGS,
 )
 site_guard = torch.ops.dcp_inductor.site_guard.default
 
@@ -223,13 +266,15 @@ def _(token, group_name, site, reason):
     return torch.empty_like(token)
 
 
-# --- implementations: the runtime is imported inside the dispatched bodies only ------------------
+# Implementations: the runtime is imported inside the dispatched bodies only.
 
 
 def _q_gather(query, token, group_name, *, padded_heads=0, site=""):
     from dcp_inductor.runtime import kernels
 
-    return kernels.q_gather(query, group_name, padded_heads, site), torch.empty_like(token)
+    return kernels.q_gather(query, group_name, padded_heads, site), torch.empty_like(
+        token
+    )
 
 
 def _kv_gather(rows, token, group_name, *, site=""):
@@ -239,16 +284,36 @@ def _kv_gather(rows, token, group_name, *, site=""):
 
 
 def _a2a_lse_reduce(
-    partial_output, partial_lse, token, group_name, *, scatter="heads", split_sizes=(),
-    is_lse_base_on_e=True, return_lse=False, full_lse=False, output_dtype=None,
-    seq_lens=None, query_start_loc=None, site="",
+    partial_output,
+    partial_lse,
+    token,
+    group_name,
+    *,
+    scatter="heads",
+    split_sizes=(),
+    is_lse_base_on_e=True,
+    return_lse=False,
+    full_lse=False,
+    output_dtype=None,
+    seq_lens=None,
+    query_start_loc=None,
+    site="",
 ):
     from dcp_inductor.runtime import kernels
 
     output, lse = kernels.a2a_lse_reduce(
-        partial_output, partial_lse, group_name, scatter=scatter, split_sizes=split_sizes,
-        is_lse_base_on_e=is_lse_base_on_e, return_lse=return_lse, full_lse=full_lse,
-        output_dtype=output_dtype, seq_lens=seq_lens, query_start_loc=query_start_loc, site=site,
+        partial_output,
+        partial_lse,
+        group_name,
+        scatter=scatter,
+        split_sizes=split_sizes,
+        is_lse_base_on_e=is_lse_base_on_e,
+        return_lse=return_lse,
+        full_lse=full_lse,
+        output_dtype=output_dtype,
+        seq_lens=seq_lens,
+        query_start_loc=query_start_loc,
+        site=site,
     )
     return output, lse, torch.empty_like(token)
 

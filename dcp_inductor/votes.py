@@ -86,7 +86,8 @@ def check(group_name: str, site: str, own_vote: str) -> bool:
 def guard(group_name: str, site: str, reason: str) -> None:
     """Run ahead of a site that this rank refused for ``reason``; never waits.
 
-    Votes again as well: a graph from the cache was not compiled here, so nothing else did.
+    Votes again as well: a graph from the cache was not compiled here, so nothing else
+    did.
 
     Raises:
         DCPDisagreementError: a peer accepted the site.
