@@ -4,7 +4,9 @@
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 
-BIN = .venv/bin
+# Inductor cannot link where torch lies under a path with a space; then .venv is a link.
+BIN = "$$(readlink -f .venv)"/bin
+ELSEWHERE = "$${HOME:-/tmp}/.cache/dcp_inductor/venv-$$(pwd | cksum | cut -d' ' -f1)"
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 NATIVE = $(wildcard csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu)
 
@@ -33,7 +35,8 @@ fix: setup
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'setup: Python 3.11 or newer is needed: make PYTHON=/path/to/python'; exit 1; }
 	@echo 'setup: creating .venv'
-	@"$(PYTHON)" -m venv .venv
+	@case "$$PWD" in *' '*) mkdir -p $(ELSEWHERE) && ln -sfn $(ELSEWHERE) .venv;; esac
+	@"$(PYTHON)" -m venv "$$(readlink -f .venv)"
 
 # Changes only when TORCH does, so that another TORCH installs again.
 .venv/.torch: .venv/bin/python FORCE
