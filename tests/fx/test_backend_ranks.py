@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from tests.fx.models import merge, merge_inputs
+from tests.fx.models import fake_group, merge, merge_inputs
 from tests.support import world
 
 
@@ -68,3 +70,30 @@ def test_one_rank_recompiles_while_the_other_runs() -> None:
     dynamic, static = world(2).run(run_with_histories, limit_s=180)
     assert (dynamic[0], static[0]) == ([1, 0, 0], [1, 1, 1])
     assert max(dynamic[1] + static[1]) < 1e-5
+
+
+def graph_of(rank: int) -> list[tuple[str, str, str]]:
+    """The graph that Inductor gets on a rank: name, op and arguments of each node."""
+    torch._dynamo.reset()
+    seen: list[tuple[str, str, str]] = []
+
+    def note(graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            arguments = f"{node.args} {node.kwargs}"
+            seen.append((node.name, str(node.target), arguments))
+
+    options = {"post_grad_custom_post_pass": note}
+    with fake_group(rank, world_size=4):
+        compiled = torch.compile(merge, backend="dcp_inductor", options=options)
+        compiled(*merge_inputs())
+    return seen
+
+
+def test_all_ranks_get_one_graph_without_pointers() -> None:
+    first, second, last = graph_of(0), graph_of(1), graph_of(3)
+    assert first == second == last
+    assert any("a2a_lse_reduce" in op for _, op, _ in first)
+    text = re.sub(r"'[^']*'", "", " ".join(arguments for *_, arguments in first))
+    numbers = re.findall(r"\b\d+\b", text)
+    assert numbers
+    assert max(map(int, numbers)) < 1 << 20
