@@ -244,6 +244,10 @@ std::vector<CombineVariant> combine_variants(bool sweep, int tokens) {
   add("four_launch", true, CombineKernel::kTiled, 0, 4, 0);
   if (!sweep) {
     if (tokens <= 64) add("lamport", false, CombineKernel::kLamport, 0, 0, 1u << 20);
+    if (tokens <= 16) {
+      add("lamport_no_overlap", false, CombineKernel::kLamport, 0, 0, 1u << 20);
+      variants.back().launch.overlap_launch = false;
+    }
     if (tokens >= 8) add("tiled", false, CombineKernel::kTiled, 0, 0, 1);
     return variants;
   }
@@ -284,7 +288,7 @@ void bench_combine(bool sweep, const std::vector<int>& tokens) {
           const bool tiled = v.launch.kernel == CombineKernel::kTiled;
           if (v.baseline) base = us;
           else if (tiled && us < best_tiled) best_tiled = us, tiled_name = v.name;
-          else if (!tiled && us < best_lamport) best_lamport = us, lamport_name = v.name;
+          else if (!tiled && v.launch.overlap_launch && us < best_lamport) best_lamport = us, lamport_name = v.name;
         }
         const double best = std::min(best_lamport, best_tiled);
         std::printf("N=%d H=%3d T=%3d  four-launch %7.2f  marked %7.2f (%s)  tiled %7.2f (%s)  "

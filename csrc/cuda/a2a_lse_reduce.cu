@@ -8,10 +8,14 @@ namespace {
 
 CombineKernelPointer pick_kernel(const CombineLaunch& launch, uint32_t world_size) {
   switch (launch.payload) {
-    case Dtype::kBFloat16: return combine_kernel_bfloat16(launch, world_size);
-    case Dtype::kFloat16: return combine_kernel_float16(launch, world_size);
-    case Dtype::kFloat32: return combine_kernel_float32(launch, world_size);
-    default: return nullptr;
+    case Dtype::kBFloat16:
+      return combine_kernel_bfloat16(launch, world_size);
+    case Dtype::kFloat16:
+      return combine_kernel_float16(launch, world_size);
+    case Dtype::kFloat32:
+      return combine_kernel_float32(launch, world_size);
+    default:
+      return nullptr;
   }
 }
 
@@ -66,8 +70,12 @@ cudaError_t launch_a2a_lse_reduce(const CombineParams& p, const CombineLaunch& l
       ceil_div(items, launch.kernel == CombineKernel::kTiled ? kTileUnits : warps) + 1;
   if (blocks < 2) blocks = 2;
   if (blocks > resident) blocks = resident;
-  kernel<<<blocks, warps * 32, 0, stream>>>(p);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute;
+  cudaLaunchConfig_t config;
+  const cudaError_t configured =
+      launch_config(blocks, warps * 32, stream, launch.overlap_launch, &attribute, &config);
+  if (configured != cudaSuccess) return configured;
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 }  // namespace dcp

@@ -58,8 +58,7 @@ __device__ __forceinline__ const char* partial_row(const CombineParams& p, RowPo
 }
 
 __device__ __forceinline__ float partial_lse(const CombineParams& p, RowPosition at) {
-  return load_lse(p.lse, p.lse_dtype,
-                  at.token * p.lse_stride_token + at.head * p.lse_stride_head);
+  return load_lse(p.lse, p.lse_dtype, at.token * p.lse_stride_token + at.head * p.lse_stride_head);
 }
 
 __device__ __forceinline__ uint32_t rotated_peer(const Channel& channel, uint32_t k) {
@@ -68,8 +67,7 @@ __device__ __forceinline__ uint32_t rotated_peer(const Channel& channel, uint32_
 }
 
 // Start of the region that `source` writes in slot `slot`, in units of the capacity.
-__device__ __forceinline__ uint64_t region(const Channel& channel, uint32_t slot,
-                                           uint32_t source) {
+__device__ __forceinline__ uint64_t region(const Channel& channel, uint32_t slot, uint32_t source) {
   return slot * channel.world_size + source;
 }
 
@@ -190,8 +188,7 @@ __device__ __forceinline__ void poison_unit(const CombineParams& p, uint32_t uni
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     if (!unit.valid[c]) continue;
-    const uint64_t first =
-        static_cast<uint64_t>(unit.row) * p.head_dim + unit.chunk[c] * kElements;
+    const uint64_t first = static_cast<uint64_t>(unit.row) * p.head_dim + unit.chunk[c] * kElements;
     store_output(p.output, p.output_dtype, first, sum.value);
   }
   if (p.lse_output != nullptr && unit.part == 0 && threadIdx.x % 32 == 0) {
@@ -207,7 +204,7 @@ __device__ __forceinline__ void merge_unit(const CombineParams& p, const UnitLan
   constexpr int kElements = PayloadTraits<Payload>::kElements;
   MergeWeights<kRanks> merge;
   merge.compute(lse, p.log2_base);
-  const bool empty = __shfl_sync(kFullWarp, merge.lse, 0) == kEmptyLse;
+  const bool empty = !(merge.sum > 0.0f);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     Accumulator<Payload> sum;
@@ -216,12 +213,11 @@ __device__ __forceinline__ void merge_unit(const CombineParams& p, const UnitLan
     for (int s = 0; s < kRanks; ++s) {
       if (merge.weight[s] != 0.0f) sum.add(data[s][c], merge.weight[s]);
     }
-    const uint64_t first =
-        static_cast<uint64_t>(unit.row) * p.head_dim + unit.chunk[c] * kElements;
+    const uint64_t first = static_cast<uint64_t>(unit.row) * p.head_dim + unit.chunk[c] * kElements;
     if (unit.valid[c]) store_output(p.output, p.output_dtype, first, sum.value);
   }
   if (p.lse_output != nullptr && unit.part == 0 && threadIdx.x % 32 == 0) {
-    p.lse_output[unit.row] = merge.lse;
+    p.lse_output[unit.row] = merge.lse(p.log2_base);
   }
 }
 

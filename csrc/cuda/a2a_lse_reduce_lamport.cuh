@@ -19,8 +19,9 @@ __device__ __forceinline__ bool receive_unit(const CombineParams& p, const Call&
   const uint32_t n = channel.world_size;
   char* base = channel.peer[channel.rank];
   char* data_base = base + p.data_offset + region(channel, call.slot, 0) * p.data_capacity;
-  char* lse_word = base + p.lse_offset +
-                   (region(channel, call.slot, lane < n ? lane : 0) * p.lse_capacity + unit_index) * 8;
+  char* lse_word =
+      base + p.lse_offset +
+      (region(channel, call.slot, lane < n ? lane : 0) * p.lse_capacity + unit_index) * 8;
   const uint32_t expected_tag = channel.signature + call.epoch;
 
   uint4 data[kRanks][kChunks];
@@ -42,8 +43,7 @@ __device__ __forceinline__ bool receive_unit(const CombineParams& p, const Call&
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
         if ((missing >> s & 1u) && unit.valid[c]) {
-          data[s][c] = ld_relaxed_sys_v4(data_base + s * p.data_capacity +
-                                         unit.byte_offset(p, c));
+          data[s][c] = ld_relaxed_sys_v4(data_base + s * p.data_capacity + unit.byte_offset(p, c));
         }
       }
     }
@@ -62,8 +62,8 @@ __device__ __forceinline__ bool receive_unit(const CombineParams& p, const Call&
     missing &= ~__ballot_sync(kFullWarp, !lse_missing && lse == kEmptyLse);
     if (__all_sync(kFullWarp, missing == 0 && !lse_missing)) break;
     if (wait.give_up(channel)) {
-      const uint32_t absent = (__reduce_or_sync(kFullWarp, missing) |
-                               __ballot_sync(kFullWarp, lse_missing)) & peers;
+      const uint32_t absent =
+          (__reduce_or_sync(kFullWarp, missing) | __ballot_sync(kFullWarp, lse_missing)) & peers;
       if (absent != 0 && lane == 0) {
         report_fault(channel, call, FaultKind::kTimeout, __ffs(absent) - 1, unit.row, 0);
       }
@@ -78,9 +78,8 @@ __device__ __forceinline__ bool receive_unit(const CombineParams& p, const Call&
   if (__any_sync(kFullWarp, differs)) return false;
   stress_point(channel, call, 2);
 
-  merge_unit<kRanks, Payload, kChunks>(p, unit, data, lse);
-
-  // Re-arm. Strong stores: a peer's store to the same word two calls on must not race with them.
+  // Re-arm, ahead of the merge, which then overlaps it. Strong stores: a peer's store to the same
+  // word two calls on must not race with them.
   uint32_t full = __ballot_sync(kFullWarp, lse != kEmptyLse) & peers;
 #ifdef DCP_STRESS
   if (channel.stress.variant == Variant::kDeferredClear) {  // wrong: the slot of the call before
@@ -95,13 +94,25 @@ __device__ __forceinline__ bool receive_unit(const CombineParams& p, const Call&
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if ((full >> s & 1u) && unit.valid[c]) {
-        st_relaxed_sys_v4(data_base + s * p.data_capacity + unit.byte_offset(p, c),
-                          armed_chunk());
+        st_relaxed_sys_v4(data_base + s * p.data_capacity + unit.byte_offset(p, c), armed_chunk());
       }
     }
   }
   if (is_peer(channel, lane)) st_relaxed_sys_u64(lse_word, kArmedWord64);
+  merge_unit<kRanks, Payload, kChunks>(p, unit, data, lse);
   return true;
+}
+
+// Brings the lines of parameters that the kernel is going to need into the constant cache.
+__device__ __forceinline__ void touch_parameters(const CombineParams& p) {
+  evaluate_now(reinterpret_cast<uint64_t>(p.channel.own));
+  evaluate_now(reinterpret_cast<uint64_t>(p.channel.peer[0]));
+  evaluate_now(reinterpret_cast<uint64_t>(p.partial));
+  evaluate_now(reinterpret_cast<uint64_t>(p.output));
+  evaluate_now(p.num_items);
+  evaluate_now(p.data_offset);
+  evaluate_now(p.full_lse_offset);
+  evaluate_now(p.scatter.uniform);
 }
 
 // One launch per call. Block 0 does the rendezvous; the warps of the others each take units
@@ -109,6 +120,12 @@ __device__ __forceinline__ bool receive_unit(const CombineParams& p, const Call&
 template <int kRanks, typename Payload, int kChunks>
 __global__ void __launch_bounds__(256)
     a2a_lse_reduce_lamport_kernel(const __grid_constant__ CombineParams p) {
+  const uint32_t warps = blockDim.x / 32;
+  const uint32_t worker = (blockIdx.x - 1) * warps + threadIdx.x / 32;
+  const uint32_t workers = (gridDim.x - 1) * warps;
+  const UnitLane<kChunks> first(p, worker);
+  // What needs no memory, only parameters, comes ahead of the wait for the launch before.
+  touch_parameters(p);
   grid_dependency_wait();
   const uint2 epoch_and_dead = load_epoch_and_dead(p.channel);
   if (blockIdx.x == 0) {
@@ -119,12 +136,8 @@ __global__ void __launch_bounds__(256)
     finish_call(p.channel, call, ticket);
     return;
   }
-  const uint32_t warps = blockDim.x / 32;
-  const uint32_t worker = (blockIdx.x - 1) * warps + threadIdx.x / 32;
-  const uint32_t workers = (gridDim.x - 1) * warps;
 
   // The first unit's input is loaded before the epoch is known.
-  const UnitLane<kChunks> first(p, worker);
   const bool has_work = worker < p.num_items;
   Outgoing<kRanks, Payload, kChunks> outgoing;
   OwnPart<kChunks> own;

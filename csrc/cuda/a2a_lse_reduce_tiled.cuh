@@ -9,15 +9,13 @@
 namespace dcp {
 
 __device__ __forceinline__ uint64_t* tile_flag(const CombineParams& p, const Call& call,
-                                               uint32_t at_rank, uint32_t source,
-                                               uint32_t tile) {
+                                               uint32_t at_rank, uint32_t source, uint32_t tile) {
   return reinterpret_cast<uint64_t*>(p.channel.peer[at_rank] + p.flag_offset) +
          region(p.channel, call.slot, source) * p.flag_capacity + tile;
 }
 
 template <int kRanks, typename Payload, int kChunks>
-__device__ __forceinline__ void push_tile(const CombineParams& p, const Call& call,
-                                          uint32_t tile) {
+__device__ __forceinline__ void push_tile(const CombineParams& p, const Call& call, uint32_t tile) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Outgoing<kRanks, Payload, kChunks> outgoing;
 #pragma unroll 1
@@ -31,8 +29,7 @@ __device__ __forceinline__ void push_tile(const CombineParams& p, const Call& ca
   // The barrier orders the block's stores before warp 0, whose release then covers them all.
   __syncthreads();
   if (warp == 0 && is_peer(p.channel, lane)) {
-    st_release_sys_u64(tile_flag(p, call, lane, p.channel.rank, tile),
-                       epoch_tag(p.channel, call));
+    st_release_sys_u64(tile_flag(p, call, lane, p.channel.rank, tile), epoch_tag(p.channel, call));
   }
 }
 

@@ -82,8 +82,7 @@ __device__ __forceinline__ float receive_full_lse(const CombineParams& p, const 
         const uint32_t tag = seen >> 32;
         const bool differs = item.valid && tag != expected_tag;
         if (differs) {
-          report_fault(p.channel, call, FaultKind::kMismatch, source, item.token,
-                       tag - call.epoch);
+          report_fault(p.channel, call, FaultKind::kMismatch, source, item.token, tag - call.epoch);
         }
         if (__any_sync(kFullWarp, differs)) return __uint_as_float(0x7FFFFFFFu);
         lse = __uint_as_float(static_cast<uint32_t>(seen));

@@ -29,12 +29,11 @@ uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // A function of the shape alone: peers must cut the same slices.
 void plan_slices(GatherParams& p) {
-  p.slice_chunks = p.num_chunks <= 256 * kGatherThreads ? kGatherThreads
-                                                        : kGatherThreads * kGatherBatch;
+  p.slice_chunks =
+      p.num_chunks <= 256 * kGatherThreads ? kGatherThreads : kGatherThreads * kGatherBatch;
 }
 
-cudaError_t launch_gather(const GatherParams& p, const GatherLaunch& launch,
-                          cudaStream_t stream) {
+cudaError_t launch_gather(const GatherParams& p, const GatherLaunch& launch, cudaStream_t stream) {
   if (launch.kernel == GatherKernel::kPackets && p.output == nullptr) {
     return cudaErrorInvalidValue;
   }
@@ -54,8 +53,12 @@ cudaError_t launch_gather(const GatherParams& p, const GatherLaunch& launch,
   if (launch.max_blocks != 0 && launch.max_blocks < resident) resident = launch.max_blocks;
   if (resident < 2) return cudaErrorCooperativeLaunchTooLarge;
   if (wanted < 2) wanted = 2;
-  kernel<<<wanted < resident ? wanted : resident, threads, 0, stream>>>(p);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute;
+  cudaLaunchConfig_t config;
+  const cudaError_t configured = launch_config(wanted < resident ? wanted : resident, threads,
+                                               stream, launch.overlap_launch, &attribute, &config);
+  if (configured != cudaSuccess) return configured;
+  return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 }  // namespace dcp

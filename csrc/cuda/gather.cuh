@@ -59,8 +59,8 @@ __device__ __forceinline__ void poison_chunk(const GatherParams& p, char* result
   st_weak_v4(result + chunk_position(p, g).destination + source * p.rank_stride, armed_chunk());
 }
 
-__device__ __forceinline__ void poison_gather(const GatherParams& p, char* result,
-                                              uint32_t thread, uint32_t stride) {
+__device__ __forceinline__ void poison_gather(const GatherParams& p, char* result, uint32_t thread,
+                                              uint32_t stride) {
   for (uint32_t g = thread; g < p.num_chunks; g += stride) {
     for (uint32_t s = 0; s < p.channel.world_size; ++s) poison_chunk(p, result, s, g);
   }
@@ -89,8 +89,7 @@ __device__ __forceinline__ bool packets_arrived(const PacketPair& packets, uint3
 
 __device__ __forceinline__ uint4 unpack_packets(const PacketPair& packets) {
   return make_uint4(static_cast<uint32_t>(packets.low.x), static_cast<uint32_t>(packets.low.y),
-                    static_cast<uint32_t>(packets.high.x),
-                    static_cast<uint32_t>(packets.high.y));
+                    static_cast<uint32_t>(packets.high.x), static_cast<uint32_t>(packets.high.y));
 }
 
 template <int kRanks>
@@ -100,8 +99,7 @@ __device__ __forceinline__ void push_packets(const GatherParams& p, const Call& 
   const uint32_t lane = threadIdx.x % 32;
   const uint64_t slot = gather_region(p, call.slot, p.channel.rank);
   if (is_peer(p.channel, lane)) {
-    st_relaxed_sys_u64(p.channel.peer[lane] + p.flag_offset +
-                           (slot * p.flag_capacity + g / 32) * 8,
+    st_relaxed_sys_u64(p.channel.peer[lane] + p.flag_offset + (slot * p.flag_capacity + g / 32) * 8,
                        epoch_tag(p.channel, call));
   }
   if (!valid) return;
@@ -118,16 +116,16 @@ __device__ __forceinline__ void push_packets(const GatherParams& p, const Call& 
 }
 
 template <int kRanks>
-__device__ __forceinline__ void receive_packets(const GatherParams& p, const Call& call,
-                                                uint32_t g, bool valid, char* result) {
+__device__ __forceinline__ void receive_packets(const GatherParams& p, const Call& call, uint32_t g,
+                                                bool valid, char* result) {
   const Channel& channel = p.channel;
   const uint32_t lane = threadIdx.x % 32, n = channel.world_size;
   const char* base = channel.peer[channel.rank];
   const char* data = base + p.data_offset + gather_region(p, call.slot, 0) * p.data_capacity +
                      static_cast<uint64_t>(g) * 32;
-  const char* header = base + p.flag_offset +
-                       (gather_region(p, call.slot, lane < n ? lane : 0) * p.flag_capacity +
-                        g / 32) * 8;
+  const char* header =
+      base + p.flag_offset +
+      (gather_region(p, call.slot, lane < n ? lane : 0) * p.flag_capacity + g / 32) * 8;
   PacketPair packets[kRanks];
   uint32_t missing = valid ? ((1u << n) - 1) & ~(1u << channel.rank) : 0;
   uint64_t tag = epoch_tag(channel, call);
@@ -148,8 +146,8 @@ __device__ __forceinline__ void receive_packets(const GatherParams& p, const Cal
     }
     if (__all_sync(kFullWarp, missing == 0 && !header_missing)) break;
     if (wait.give_up(channel)) {
-      const uint32_t absent = __reduce_or_sync(kFullWarp, missing) |
-                              __ballot_sync(kFullWarp, header_missing);
+      const uint32_t absent =
+          __reduce_or_sync(kFullWarp, missing) | __ballot_sync(kFullWarp, header_missing);
       if (absent != 0 && lane == 0) {
         report_fault(channel, call, FaultKind::kTimeout, __ffs(absent) - 1, g / 32, 0);
       }
@@ -214,8 +212,7 @@ __global__ void __launch_bounds__(kGatherThreads)
 // ---- many rows: slices with flags -----------------------------------------------------------
 
 __device__ __forceinline__ uint64_t* slice_flag(const GatherParams& p, const Call& call,
-                                                uint32_t at_rank, uint32_t source,
-                                                uint32_t slice) {
+                                                uint32_t at_rank, uint32_t source, uint32_t slice) {
   return reinterpret_cast<uint64_t*>(p.channel.peer[at_rank] + p.flag_offset) +
          gather_region(p, call.slot, source) * p.flag_capacity + slice;
 }
@@ -255,9 +252,9 @@ __device__ __forceinline__ void push_slice(const GatherParams& p, const Call& ca
       for (int i = 0; i < kGatherBatch; ++i) {
         const uint32_t g = g0 + i * kGatherThreads;
         if (g >= end) continue;
-        st_weak_v4(base + (kLayout == Layout::kFinal ? destination[i]
-                                                     : static_cast<int64_t>(g) * 16),
-                   data[i]);
+        st_weak_v4(
+            base + (kLayout == Layout::kFinal ? destination[i] : static_cast<int64_t>(g) * 16),
+            data[i]);
       }
     }
 #pragma unroll
@@ -296,8 +293,8 @@ __device__ __forceinline__ void receive_slice(const GatherParams& p, const Call&
     return;
   }
   if constexpr (kLayout == Layout::kPacked) {
-    const char* data = channel.peer[channel.rank] + p.data_offset +
-                       gather_region(p, slot, 0) * p.data_capacity;
+    const char* data =
+        channel.peer[channel.rank] + p.data_offset + gather_region(p, slot, 0) * p.data_capacity;
 #pragma unroll 1
     for (uint32_t g = begin + threadIdx.x; g < end; g += kGatherThreads) {
       char* to = result + chunk_position(p, g).destination;

@@ -94,9 +94,9 @@ void check_aligned(const void* address, int64_t bytes) {
 }
 
 dcp::Channel channel_of(const dcp::ChannelTable& t, dcp::Op op) {
-  STD_TORCH_CHECK(t.world_size >= 1 && t.world_size <= dcp::kMaxRanks && t.rank >= 0 &&
-                      t.rank < t.world_size,
-                  "table: expected at most ", dcp::kMaxRanks, " ranks, got ", t.world_size);
+  STD_TORCH_CHECK(
+      t.world_size >= 1 && t.world_size <= dcp::kMaxRanks && t.rank >= 0 && t.rank < t.world_size,
+      "table: expected at most ", dcp::kMaxRanks, " ranks, got ", t.world_size);
   dcp::Channel c{};
   for (int64_t r = 0; r < t.world_size; ++r) {
     c.header[r] = reinterpret_cast<dcp::ChannelHeader*>(t.header[r]);
@@ -226,8 +226,8 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   p.output = pointer<char>(output);
   check_aligned(p.input, p.src_outer_stride | p.src_inner_stride | row_bytes);
   check_aligned(p.output, 0);
-  const int64_t result_rows = op == dcp::Op::kQGather ? tokens * t.padded_heads
-                                                      : tokens * heads * t.channel.world_size;
+  const int64_t result_rows =
+      op == dcp::Op::kQGather ? tokens * t.padded_heads : tokens * heads * t.channel.world_size;
   STD_TORCH_CHECK(
       output.is_contiguous() &&
           output.numel() * static_cast<int64_t>(output.element_size()) == result_rows * row_bytes,
@@ -251,8 +251,8 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   launch.kernel = static_cast<dcp::GatherKernel>(t.kernel);
   launch.share = static_cast<uint32_t>(t.channel.share);
   const bool packets = launch.kernel == dcp::GatherKernel::kPackets;
-  const int64_t flags = packets ? (p.num_chunks + 31) / 32
-                                : (p.num_chunks + p.slice_chunks - 1) / p.slice_chunks;
+  const int64_t flags =
+      packets ? (p.num_chunks + 31) / 32 : (p.num_chunks + p.slice_chunks - 1) / p.slice_chunks;
   STD_TORCH_CHECK(static_cast<int64_t>(p.num_chunks) * (packets ? 32 : 16) <= t.data_capacity &&
                       flags <= t.flag_capacity,
                   "input: more than the workspace holds");

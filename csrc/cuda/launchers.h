@@ -18,6 +18,9 @@ struct CombineLaunch {
   uint32_t warps_per_block = 0;
   uint32_t chunks_per_lane = 0;
   uint32_t max_blocks = 0;
+  // Programmatic serialisation, from compute capability 9.0 on: the launch may begin while its
+  // predecessor ends. The kernels wait for the predecessor before they read any memory.
+  bool overlap_launch = true;
 };
 
 // Fills the geometry that follows from head_dim, payload dtype and chunks_per_lane.
@@ -31,6 +34,7 @@ struct GatherLaunch {
   GatherKernel kernel = GatherKernel::kSlices;
   uint32_t share = 1;
   uint32_t max_blocks = 0;
+  bool overlap_launch = true;  // as for the combine
 };
 
 void plan_slices(GatherParams& params);
@@ -38,7 +42,11 @@ cudaError_t launch_gather(const GatherParams& params, const GatherLaunch& launch
                           cudaStream_t stream);
 
 // Blocks of `kernel` that fit on the current device at once, divided by `share`.
-cudaError_t resident_blocks(const void* kernel, uint32_t threads, uint32_t share,
-                            uint32_t* blocks);
+cudaError_t resident_blocks(const void* kernel, uint32_t threads, uint32_t share, uint32_t* blocks);
+
+// Grid, stream and, where asked for and known to the device, programmatic serialisation.
+// `attribute` must outlive the launch.
+cudaError_t launch_config(uint32_t blocks, uint32_t threads, cudaStream_t stream, bool overlap,
+                          cudaLaunchAttribute* attribute, cudaLaunchConfig_t* config);
 
 }  // namespace dcp

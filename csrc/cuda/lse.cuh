@@ -15,12 +15,18 @@ constexpr float kEmptyLse = -__builtin_inff();
 __device__ __forceinline__ float load_lse(const void* base, Dtype dtype, int64_t index) {
   float value;
   switch (dtype) {
-    case Dtype::kFloat32: value = static_cast<const float*>(base)[index]; break;
-    case Dtype::kFloat16: value = __half2float(static_cast<const __half*>(base)[index]); break;
+    case Dtype::kFloat32:
+      value = static_cast<const float*>(base)[index];
+      break;
+    case Dtype::kFloat16:
+      value = __half2float(static_cast<const __half*>(base)[index]);
+      break;
     case Dtype::kBFloat16:
       value = __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
       break;
-    default: value = static_cast<float>(static_cast<const double*>(base)[index]); break;
+    default:
+      value = static_cast<float>(static_cast<const double*>(base)[index]);
+      break;
   }
   return value < __builtin_inff() ? value : kEmptyLse;
 }
@@ -54,17 +60,17 @@ __device__ __forceinline__ bool token_is_empty(const CombineParams& p, uint32_t 
 template <int kRanks>
 struct MergeWeights {
   float weight[kRanks];
-  float lse;  // merged, in the base of the input; valid in lanes below kRanks
+  float highest;  // valid in lanes below kRanks
+  float sum;      // of exp(lse - highest); 0: the row is empty on all ranks
 
   __device__ __forceinline__ void compute(float own_lse, float log2_base) {
-    float highest = own_lse;
+    highest = own_lse;
 #pragma unroll
     for (int offset = kRanks / 2; offset > 0; offset /= 2) {
       highest = fmaxf(highest, __shfl_xor_sync(kFullWarp, highest, offset));
     }
-    const float e =
-        own_lse == kEmptyLse ? 0.0f : exp2_approx((own_lse - highest) * log2_base);
-    float sum = 0.0f;
+    const float e = own_lse == kEmptyLse ? 0.0f : exp2_approx((own_lse - highest) * log2_base);
+    sum = 0.0f;
 #pragma unroll
     for (int s = 0; s < kRanks; ++s) {
       weight[s] = __shfl_sync(kFullWarp, e, s);
@@ -73,7 +79,11 @@ struct MergeWeights {
     const float scale = sum > 0.0f ? __frcp_rn(sum) : 0.0f;
 #pragma unroll
     for (int s = 0; s < kRanks; ++s) weight[s] *= scale;
-    lse = sum > 0.0f ? highest + log2f(sum) / log2_base : kEmptyLse;
+  }
+
+  // The merged LSE, in the base of the input; valid in lanes below kRanks.
+  __device__ __forceinline__ float lse(float log2_base) const {
+    return sum > 0.0f ? highest + log2f(sum) / log2_base : kEmptyLse;
   }
 };
 

@@ -122,9 +122,9 @@ inline void find_steps(ScatterMap& m, uint32_t world_size) {
 struct CombineParams {
   Channel channel;
 
-  const char* partial;  // [T, H, D], D contiguous, 16-byte aligned rows
-  int64_t stride_token, stride_head;  // bytes
-  const void* lse;                    // [T, H]
+  const char* partial;                        // [T, H, D], D contiguous, 16-byte aligned rows
+  int64_t stride_token, stride_head;          // bytes
+  const void* lse;                            // [T, H]
   int64_t lse_stride_token, lse_stride_head;  // elements
   Dtype lse_dtype;
   float log2_base;  // log2(e) for base e, 1 for base 2
@@ -145,9 +145,9 @@ struct CombineParams {
   uint32_t num_items;  // max over ranks of rows * units_per_row
   uint32_t window;     // units (tiles) that a warp (block) pushes ahead of what it reads
 
-  uint64_t data_offset, data_capacity;  // from the channel base; bytes per (slot, source)
-  uint64_t lse_offset, lse_capacity;    // words per (slot, source)
-  uint64_t flag_offset, flag_capacity;  // words per (slot, source); tiled kernel only
+  uint64_t data_offset, data_capacity;          // from the channel base; bytes per (slot, source)
+  uint64_t lse_offset, lse_capacity;            // words per (slot, source)
+  uint64_t flag_offset, flag_capacity;          // words per (slot, source); tiled kernel only
   uint64_t full_lse_offset, full_lse_capacity;  // words per (slot, source)
 
   ScatterMap scatter;
@@ -169,11 +169,11 @@ struct GatherParams {
   const char* input;
   int64_t src_outer_stride, src_inner_stride;  // bytes
   FastDiv row_chunks, inner;
-  uint32_t num_chunks;  // of one rank
+  uint32_t num_chunks;                    // of one rank
   int64_t dst_outer_stride, rank_stride;  // bytes
   uint32_t row_bytes;
 
-  char* output;  // null: the result stays in the channel (final layout, `num_slots` 1)
+  char* output;         // null: the result stays in the channel (final layout, `num_slots` 1)
   uint32_t pad_chunks;  // zero chunks behind the ranks' rows of each outer index
   uint32_t num_outer;
 

@@ -13,7 +13,9 @@ constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 // Waits for the grids this launch depends on, when it was launched with programmatic
 // serialisation; otherwise does nothing. Must precede every read of memory they write.
 __device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ uint4 ld_relaxed_sys_v4(const void* address) {
@@ -39,8 +41,7 @@ __device__ __forceinline__ ulonglong2 ld_relaxed_sys_v2(const void* address) {
 }
 
 __device__ __forceinline__ void st_relaxed_sys_v2(void* address, ulonglong2 v) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(v.x),
-               "l"(v.y));
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(v.x), "l"(v.y));
 }
 
 __device__ __forceinline__ uint64_t ld_relaxed_sys_u64(const void* address) {
@@ -132,6 +133,9 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
 __device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// Computes `v` at this point of the program and not later.
+__device__ __forceinline__ void evaluate_now(uint64_t v) { asm volatile("" ::"l"(v)); }
 
 __device__ __forceinline__ uint64_t globaltimer_ns() {
   uint64_t t;

@@ -1,4 +1,5 @@
-// How many blocks of a kernel may wait for each other: those that are resident together.
+// What a launch asks of the device: how many blocks of a kernel may wait for each other (those
+// that are resident together), and whether launches may overlap.
 
 #include <map>
 #include <mutex>
@@ -28,6 +29,25 @@ cudaError_t resident_blocks(const void* kernel, uint32_t threads, uint32_t share
     found = known.emplace(key, per_multiprocessor * multiprocessors).first;
   }
   *blocks = found->second / (share == 0 ? 1 : share);
+  return cudaSuccess;
+}
+
+cudaError_t launch_config(uint32_t blocks, uint32_t threads, cudaStream_t stream, bool overlap,
+                          cudaLaunchAttribute* attribute, cudaLaunchConfig_t* config) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  *attribute = {};
+  attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute->val.programmaticStreamSerializationAllowed = 1;
+  *config = {};
+  config->gridDim = dim3(blocks);
+  config->blockDim = dim3(threads);
+  config->stream = stream;
+  config->attrs = attribute;
+  config->numAttrs = overlap && major >= 9 ? 1 : 0;
   return cudaSuccess;
 }
 

@@ -193,8 +193,7 @@ __device__ __forceinline__ void rendezvous(const Channel& channel, const Call& c
   }
   if (wait) {
     const uint32_t source = is_peer(channel, lane) ? lane : channel.rank;
-    wait_for_tag(channel, call, &channel.own->rendezvous[slot][source],
-                 0xFFFFFFFFu);
+    wait_for_tag(channel, call, &channel.own->rendezvous[slot][source], 0xFFFFFFFFu);
   }
 }
 

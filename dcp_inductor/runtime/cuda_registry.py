@@ -78,11 +78,11 @@ def check(group: dist.ProcessGroup | None = None) -> None:
                 workspace.check()
 
 
-def recover(group: dist.ProcessGroup) -> None:
+def recover(group: dist.ProcessGroup) -> bool:
     """Arm the group's memory anew, in place: captured graphs stay valid.
 
-    Every rank must call this, with no exchange of the group under way. Without memory
-    there is nothing to do.
+    Every rank must call this, with no exchange of the group under way. False: the group
+    has no symmetric memory.
 
     Raises:
         DCPTimeoutError: a rank did not come within ``config.timeout_s``.
@@ -91,6 +91,8 @@ def recover(group: dist.ProcessGroup) -> None:
         memory = _groups.get(group)
         if isinstance(memory, GroupMemory):
             memory.recover()
+            return True
+    return False
 
 
 def close(group: dist.ProcessGroup) -> None:
@@ -135,7 +137,10 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refus
         )
     if "fake" in dist.get_backend(group):
         return Refusal("fake_group", "the group's backend does not communicate")
-    memory = GroupMemory(group, device, config.num_ubatches)
+    try:
+        memory = GroupMemory(group, device, config.num_ubatches)
+    except KeyError:
+        return Refusal("no_store", "the group has no store to meet at")
     try:
         # Looked up before the rendezvous, so that a build does not count as waiting.
         facts = symm_mem.facts(device)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from dcp_inductor import config, groups, votes
 from dcp_inductor.capability import Refusal
@@ -136,7 +135,7 @@ class GroupMemory:
         Raises:
             PeersMissingError: a rank did not come within ``config.timeout_s``.
         """
-        store: Store = dist.PrefixStore("dcp_inductor_cuda", self._store)
+        store = dist.PrefixStore("dcp_inductor_cuda", self._store)
         return rendezvous.Session(store, self.rank, self.world_size, config.timeout_s)
 
     def create_controls(self, session: rendezvous.Session) -> Refusal | None:
@@ -211,13 +210,13 @@ class GroupMemory:
 
     def post_signature(self, checksum: int, packed: bytes) -> None:
         """Leave the words behind a checksum where peers can look them up."""
-        self._store.set(f"{_SIGNATURE_KEY}/{checksum:08x}", packed)
+        self._store.set(f"{_SIGNATURE_KEY}/{checksum:08x}", packed.hex())
 
     def signature_text(self, checksum: int) -> str:
         """An exchange in words, from its checksum as the device reports it."""
         key = f"{_SIGNATURE_KEY}/{checksum % (1 << 32):08x}"
         if self._store.check([key]):
-            return describe(self._store.get(key))
+            return describe(bytes.fromhex(self._store.get(key).decode()))
         return f"an exchange of checksum {checksum % (1 << 32):08x}"
 
     def missing(
@@ -255,8 +254,9 @@ class GroupMemory:
         if refusal:
             return refusal
         try:
+            group = groups.resolve(self.group_name)
             for tensor in tensors:
-                buffers.append(symm_mem.SymmetricBuffer(tensor, self.group_name))
+                buffers.append(symm_mem.SymmetricBuffer(tensor, group))
         except RuntimeError as error:
             problem = f"cannot share memory with the peers: {error}"
         refusal = _first_problem(session, problem)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dcp_inductor import config, groups, ops, reference
 from dcp_inductor.capability import Refusal
-from dcp_inductor.runtime import fallback, shm_exchange
+from dcp_inductor.runtime import cuda_exchange, fallback, shm_exchange
 
 # Per device type, the module with the direct exchanges: functions named like the ops,
 # which take the group's name first and return the op's result, or a Refusal that is the
 # same on all ranks.
-_DIRECT: dict[str, ModuleType] = {"cpu": shm_exchange}
+_DIRECT: dict[str, ModuleType] = {"cpu": shm_exchange, "cuda": cuda_exchange}
 
 
 def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dcp_inductor import config, groups
 from dcp_inductor.capability import Refusal
-from dcp_inductor.runtime import bootstrap, layout, ubatch
+from dcp_inductor.runtime import bootstrap, cuda_registry, layout, ubatch
 from dcp_inductor.runtime.workspace import Workspace
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ def recover(group: dist.ProcessGroup | None = None) -> None:
     if isinstance(members, list):
         for workspace in members:
             workspace.mark_dead("recover() was called")
-    _set_up(group)
+    if not cuda_registry.recover(group) or members is not None:
+        _set_up(group)
 
 
 def close(group: dist.ProcessGroup) -> None:

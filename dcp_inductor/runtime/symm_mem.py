@@ -7,6 +7,7 @@ torch's signal pads, which all users of a group share, nor multicast.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
@@ -16,12 +17,12 @@ class SymmetricBuffer:
 
     Args:
         tensor: uint8 ``[nbytes]``, from :func:`allocate`.
-        group_name: the group whose ranks all construct one, in the same order.
+        group: its ranks all construct one, in the same order.
     """
 
-    def __init__(self, tensor: Tensor, group_name: str) -> None:
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         self.tensor = tensor
-        self._handle = _symmetric_memory.rendezvous(tensor, group_name)
+        self._handle = _symmetric_memory.rendezvous(tensor, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
 
     def of_peer(self, rank: int, start: int, nbytes: int) -> Tensor:

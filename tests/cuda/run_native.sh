@@ -10,7 +10,7 @@ build=${BUILD:-/tmp/dcp_native_$(id -u)}
 case $mode in
   quick) cases=60 gathers=60 replays=5000 sanitized=0 ;;
   sweep) cases=80 gathers=80 replays=20000 sanitized=0 ;;
-  *) cases=300 gathers=300 replays=100000 sanitized=12 ;;
+  *) cases=200 gathers=200 replays=100000 sanitized=4 ;;
 esac
 
 cd "$here/native" || exit 2
@@ -38,10 +38,12 @@ stage check_gather 60 "$build/check_gather" $gathers
 stage bench 200 "$build/bench" "$out/bench.json" "$mode"
 stage stress 120 "$build/stress" $replays
 if [ $sanitized -gt 0 ] && command -v compute-sanitizer >/dev/null; then
-  stage memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 9 \
-    "$build/check_combine" $sanitized
-  stage racecheck 60 compute-sanitizer --tool racecheck --error-exitcode 9 \
-    "$build/check_gather" $sanitized
+  for tool in memcheck racecheck synccheck; do
+    for program in check_combine check_gather; do
+      stage "$tool.$program" 60 compute-sanitizer --tool $tool --error-exitcode 9 \
+        "$build/$program" $sanitized
+    done
+  done
 fi
 cat "$out"/*.log >"$out/all.log"
 cat "$out/stress.log"

@@ -87,8 +87,7 @@ def example_model(rank: int, size: int, prompts: list[list[int]]) -> tuple[float
 
     torch._dynamo.reset()
     counters.clear()
-    model = load_model(CHECKPOINT, create_layout(size))
-    model = model.to("cuda", torch.bfloat16)
+    model = load_model(CHECKPOINT, create_layout(size), torch.bfloat16).to("cuda")
     torch.set_default_device("cuda")
     try:
         eager = generate(model, prompts, 6)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dcp_inductor.runtime import cuda_exchange, kernels
 from tests.support import World, group_name
 
 TOKEN = torch.empty(0)
@@ -31,10 +30,9 @@ def cuda_world(size: int) -> World:
 
 
 def start(rank: int, world_size: int) -> str:
-    """Choose this rank's GPU, and serve CUDA tensors by the direct exchanges."""
+    """Choose this rank's GPU."""
     count = torch.cuda.device_count()
     torch.cuda.set_device(rank % count)
-    kernels._DIRECT["cuda"] = cuda_exchange
     torch.zeros(1, device="cuda")
     return f"{os.getpid()}"
 
