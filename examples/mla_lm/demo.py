@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,9 @@ class DemoError(Exception):
     """Something did not come out as it must."""
 
 
-def run_rank(say, checkpoint: str, prompts: list[list[int]]) -> RankResult:
+def run_rank(
+    say: Callable[[str], None], checkpoint: str, prompts: list[list[int]]
+) -> RankResult:
     """One rank: compile both ways, generate with both, time both."""
     model = load_model(checkpoint, create_layout())
     result = RankResult({}, {}, {}, [], {}, 0)

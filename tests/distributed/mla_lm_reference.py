@@ -5,6 +5,8 @@ Large weights, so that attention is peaked and a wrong mask, position or expert 
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +124,18 @@ class Run(NamedTuple):
 Runs = dict[tuple[Any, ...], Run]  # by DCP size, directory, interleave and EOS
 
 
-def build_reference(name: str, directory: Path) -> Reference:
+@functools.cache
+def reference(name: str) -> Reference:
+    """The reference of one of CHECKPOINTS, made once for all test modules."""
+    return _build(name, Path(_root().name) / name)
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="mla-lm-test-")
+
+
+def _build(name: str, directory: Path) -> Reference:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -169,12 +182,12 @@ def build_reference(name: str, directory: Path) -> Reference:
     return Reference(str(directory), prompts, tokens, logits, eos, with_eos)
 
 
-def check_equal(run: Run, reference: Reference, batch: int | None = None) -> None:
+def check_equal(run: Run, expected: Reference, batch: int | None = None) -> None:
     """Tokens equal and logits within the tolerance, for the first ``batch`` prompts."""
-    batch = len(reference.prompts) if batch is None else batch
-    assert run.tokens == reference.tokens[:batch]
+    batch = len(expected.prompts) if batch is None else batch
+    assert run.tokens == expected.tokens[:batch]
     assert run.logits.shape[1] == batch
-    for prompt, expected in enumerate(reference.logits[:batch]):
+    for prompt, logits in enumerate(expected.logits[:batch]):
         torch.testing.assert_close(
-            run.logits[:, prompt], expected, atol=LOGIT_TOLERANCE, rtol=0
+            run.logits[:, prompt], logits, atol=LOGIT_TOLERANCE, rtol=0
         )

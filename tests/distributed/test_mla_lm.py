@@ -7,11 +7,12 @@ what came back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 
+from examples.mla_lm import bytes as byte_tokens
+from examples.mla_lm import demo
 from examples.mla_lm.generate import compile_step, generate
 from examples.mla_lm.model import load_model
 from examples.mla_lm.parallel import create_layout
@@ -21,11 +22,10 @@ from tests.distributed.mla_lm_reference import (
     NEW_TOKENS,
     PROMPT_LENGTHS,
     WATCHDOG_S,
-    Reference,
     Run,
     Runs,
-    build_reference,
     check_equal,
+    reference,
 )
 from tests.support import world
 
@@ -68,79 +68,88 @@ def run_eager(
     return runs
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    root = tmp_path_factory.mktemp("mla_lm")
-    return {name: build_reference(name, root / name) for name in CHECKPOINTS}
-
-
-@pytest.fixture(scope="module")
-def eager_runs(references: dict[str, Reference]) -> Callable[[int], list[Runs]]:
-    """From the number of ranks to the runs of every rank, each made once."""
-    checkpoints = [(r.directory, r.prompts, r.eos) for r in references.values()]
-
-    @functools.cache
-    def runs(world_size: int) -> list[Runs]:
-        dcp_sizes = tuple(dcp for size, dcp in WORLDS if size == world_size)
-        if world_size == 1:
-            return [run_eager(0, 1, checkpoints, dcp_sizes)]
-        return world(world_size).run(
-            run_eager, checkpoints, dcp_sizes, limit_s=WATCHDOG_S
-        )
-
-    return runs
+@functools.cache
+def eager_runs(world_size: int) -> list[Runs]:
+    """The runs of every rank, each made once."""
+    references = [reference(name) for name in CHECKPOINTS]
+    checkpoints = [(r.directory, r.prompts, r.eos) for r in references]
+    dcp_sizes = tuple(dcp for size, dcp in WORLDS if size == world_size)
+    if world_size == 1:
+        return [run_eager(0, 1, checkpoints, dcp_sizes)]
+    return world(world_size).run(run_eager, checkpoints, dcp_sizes, limit_s=WATCHDOG_S)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize(("world_size", "dcp_size"), WORLDS)
 def test_every_rank_generates_what_transformers_does(
-    references, eager_runs, world_size, dcp_size, interleave, name
+    world_size, dcp_size, interleave, name
 ):
-    reference = references[name]
+    expected = reference(name)
     runs = eager_runs(world_size)
     assert len(runs) == world_size
     for rank in runs:
-        key = (dcp_size, reference.directory, interleave, None)
-        check_equal(rank[key], reference)
+        key = (dcp_size, expected.directory, interleave, None)
+        check_equal(rank[key], expected)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize(("world_size", "dcp_size"), WORLDS)
 def test_a_sequence_ends_with_its_end_token_and_the_others_go_on(
-    references, eager_runs, world_size, dcp_size, name
+    world_size, dcp_size, name
 ):
-    reference = references[name]
-    lengths = {len(tokens) for tokens in reference.tokens_with_eos}
+    expected = reference(name)
+    lengths = {len(tokens) for tokens in expected.tokens_with_eos}
     assert min(lengths) <= 5 < max(lengths)
     for rank in eager_runs(world_size):
-        key = (dcp_size, reference.directory, EOS_INTERLEAVE, reference.eos)
-        assert rank[key].tokens == reference.tokens_with_eos
+        key = (dcp_size, expected.directory, EOS_INTERLEAVE, expected.eos)
+        assert rank[key].tokens == expected.tokens_with_eos
 
 
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize(("world_size", "dcp_size"), WORLDS)
-def test_the_ranks_of_a_group_hold_every_row_once(
-    references, eager_runs, world_size, dcp_size, interleave
-):
-    reference = references["v2_full_q"]
+def test_the_ranks_of_a_group_hold_every_row_once(world_size, dcp_size, interleave):
+    expected = reference("v2_full_q")
     # The last token generated is never fed back, so it has no row.
     total = sum(PROMPT_LENGTHS) + len(PROMPT_LENGTHS) * (NEW_TOKENS - 1)
     runs = [
-        rank[dcp_size, reference.directory, interleave, None]
+        rank[dcp_size, expected.directory, interleave, None]
         for rank in eager_runs(world_size)
     ]
     for first in range(0, world_size, dcp_size):
         group = runs[first : first + dcp_size]
         assert sum(run.cache_rows for run in group) == total
     assert len({run.cache_bytes for run in runs}) == 1
-    unsplit = eager_runs(1)[0][1, reference.directory, interleave, None].cache_bytes
+    unsplit = eager_runs(1)[0][1, expected.directory, interleave, None].cache_bytes
     # The price of the split: a started round and block per sequence, a spare block.
     slack = len(PROMPT_LENGTHS) * (interleave + BLOCK_SIZE) + BLOCK_SIZE
     row_bytes = 4 * (16 + 8) * CHECKPOINTS["v2_full_q"]["num_hidden_layers"]
     assert runs[0].cache_bytes <= unsplit / dcp_size + slack * row_bytes
 
 
-def test_the_step_is_the_model_when_nothing_compiles(references):
-    model = load_model(references["v2_full_q"].directory)
+def test_the_step_is_the_model_when_nothing_compiles():
+    model = load_model(reference("v2_full_q").directory)
     assert compile_step(model, "eager") is model
+
+
+def test_the_shipped_checkpoint_writes_its_text_as_transformers_does():
+    import transformers
+
+    weights = demo.CHECKPOINT / "model.safetensors"
+    assert weights.stat().st_size <= 4 << 20
+    prompt = byte_tokens.encode("A page table")
+    done = generate(load_model(demo.CHECKPOINT), [prompt], 400)
+    continued = byte_tokens.decode(done.tokens[0])
+    corpus = (demo.CHECKPOINT.parent / "corpus.txt").read_text()
+    assert "A page table" + continued in corpus.split("\n\n")
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        demo.CHECKPOINT, dtype=torch.float32
+    )
+    expected = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=400,
+        do_sample=False,
+        pad_token_id=byte_tokens.EOS,
+    )
+    assert done.tokens[0] == expected[0, len(prompt) :].tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -17,10 +16,9 @@ from tests.distributed.mla_lm_reference import (
     CHECKPOINTS,
     NEW_TOKENS,
     WATCHDOG_S,
-    Reference,
     Run,
-    build_reference,
     check_equal,
+    reference,
 )
 from tests.support import world
 
@@ -92,34 +90,18 @@ def run_compiled(
     return CompiledRun(runs, dict(counters["dcp_inductor"]), graphs)
 
 
-@pytest.fixture(scope="module")
-def results(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[Case], tuple[Reference, list[CompiledRun]]]:
-    """From a case to its reference and every rank's run, each made once."""
-
-    @functools.cache
-    def reference(name: str) -> Reference:
-        return build_reference(name, tmp_path_factory.mktemp("compiled") / name)
-
-    @functools.cache
-    def run(case: Case) -> tuple[Reference, list[CompiledRun]]:
-        expected = reference(case.name)
-        ranks = world(case.world_size).run(
-            run_compiled,
-            case,
-            expected.directory,
-            expected.prompts,
-            limit_s=WATCHDOG_S,
-        )
-        return expected, ranks
-
-    return run
+@functools.cache
+def run_case(case: Case) -> list[CompiledRun]:
+    """Every rank's run of a case, made once."""
+    expected = reference(case.name)
+    return world(case.world_size).run(
+        run_compiled, case, expected.directory, expected.prompts, limit_s=WATCHDOG_S
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_steps_generate_what_transformers_does(results, case):
-    expected, ranks = results(case)
+def test_compiled_steps_generate_what_transformers_does(case):
+    expected, ranks = reference(case.name), run_case(case)
     assert len(ranks) == case.world_size
     for rank in ranks:
         for batch, run in zip(case.batches, rank.runs, strict=True):
@@ -127,10 +109,9 @@ def test_compiled_steps_generate_what_transformers_does(results, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_layers_gather_and_merge_become_direct_exchanges(results, case):
-    _, ranks = results(case)
+def test_every_layers_gather_and_merge_become_direct_exchanges(case):
     layers = CHECKPOINTS[case.name]["num_hidden_layers"]
-    for rank in ranks:
+    for rank in run_case(case):
         assert rank.graphs == 1
         assert rank.counters["rewritten"] == 2 * layers
         fallbacks = [key for key in rank.counters if key.startswith("fallback.")]

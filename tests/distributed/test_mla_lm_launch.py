@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from examples.mla_lm import cli
 from examples.mla_lm.launch import RankError, run_ranks
 
 
@@ -53,3 +54,17 @@ def test_results_come_by_rank_and_progress_from_rank_0():
     results = run_ranks(add_ranks, 2, 5, timeout_s=60, on_progress=said.append)
     assert [int(total) for total in results] == [11, 11]
     assert [text for text in said if text] == ["adding"]
+
+
+def test_the_command_line_continues_a_prompt(monkeypatch, capsys):
+    options = "mla_lm --eager --ranks 1 --max-new-tokens 13".split()
+    monkeypatch.setattr("sys.argv", [*options, "Each rank"])
+    assert cli.main() == 0
+    assert "Each rank| has computed\n" in capsys.readouterr().out
+
+
+def test_the_command_line_says_why_it_failed(monkeypatch, capsys):
+    options = "mla_lm --eager --ranks 1 --dcp 2".split()
+    monkeypatch.setattr("sys.argv", [*options, "Each rank"])
+    assert cli.main() == 1
+    assert "expected dcp_size 1 for one rank, got 2" in capsys.readouterr().err
