@@ -36,7 +36,7 @@ def traced(
     form: str = STATIC,
     minimum: int | None = None,
 ) -> Traced:
-    """The graph of ``fn(ctx, *tensors)`` on one rank; dim 0 of a tensor is its tokens."""
+    """The graph of ``fn(ctx, *tensors)`` on one rank; plain tensors: tokens first."""
     inputs = [x if isinstance(x, Input) else Input(x) for x in tensors]
     with fake_rank(rank, world_size, HEADS_PER_RANK) as ctx:
         return trace(lambda *args: fn(ctx, *args), inputs, ctx, form, minimum)
@@ -156,8 +156,9 @@ def partials(
 def sketch(graph: fx.Graph) -> str:
     """The graph in print: ``name = op(args)`` a line, free of what varies by place.
 
-    Names count the ops of a kind. Groups and sites are printed as such, since a group's
-    name and a site's line number differ from run to run and from edit to edit.
+    Names count the ops of a kind. A group's name and a site's line number differ from
+    run to run and from edit to edit: the one is printed as GROUP, the other left out,
+    as are keywords that have their default.
     """
     names: dict[fx.Node, str] = {}
     seen: Counter[str] = Counter()
@@ -188,6 +189,8 @@ def _arguments(node: fx.Node, names: dict[fx.Node, str]) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         parameters = node.target._schema.arguments
         positional = [p.name for p in parameters[: len(node.args)]]
+        defaults = {p.name: p.default_value for p in parameters}
+        given = {k: v for k, v in given.items() if k != "site" and v != defaults[k]}
         groups = {"group_name", "group"}
         values = [
             "GROUP" if name in groups else _argument(value, names)
@@ -195,10 +198,7 @@ def _arguments(node: fx.Node, names: dict[fx.Node, str]) -> str:
         ]
     else:
         values = [_argument(value, names) for value in node.args]
-    values += [
-        f"{key}={'SITE' if key == 'site' else _argument(value, names)}"
-        for key, value in given.items()
-    ]
+    values += [f"{key}={_argument(value, names)}" for key, value in given.items()]
     return ", ".join(values)
 
 
