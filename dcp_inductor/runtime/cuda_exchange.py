@@ -224,10 +224,10 @@ def _plan_gather(
     if refusal:
         return refusal
     world_size = workspace.memory.world_size
-    kernel = cuda_layout.gather_kernel(num_rows * local_row_bytes)
+    kernel = cuda_layout.gather_kernel(world_size, num_rows * local_row_bytes)
     capacity = config.max_tokens * local_row_bytes
     if kernel == cuda_layout.PACKETS:
-        capacity = min(capacity, cuda_layout.PACKET_BYTES)
+        capacity = min(capacity, cuda_layout.packet_bytes(world_size))
     layout = cuda_layout.gather_arena(kernel, world_size, capacity)
     words = cuda_layout.gather_words(op, kernel, total_heads, layout)
     table = _table(workspace, layout, call, words)

@@ -23,8 +23,8 @@ ARMED = 0xFF  # fill of words that carry their own arrival mark
 
 # Up to this many bytes of a rank's partial output, marked words beat flags by tile.
 MARKED_BYTES = 4 << 20
-# Up to this many bytes of a rank's rows, packets beat flags by slice.
-PACKET_BYTES = 128 << 10
+# Up to this many bytes that a rank receives, packets beat flags by slice.
+PACKET_BYTES = 384 << 10
 
 MARKED, TILED = 0, 1  # CombineKernel
 PACKETS, SLICES = 0, 1  # GatherKernel
@@ -119,9 +119,14 @@ def combine_arena(
     )  # fmt: skip
 
 
-def gather_kernel(local_bytes: int) -> int:
+def packet_bytes(world_size: int) -> int:
+    """Most bytes of a rank's rows that go by packets."""
+    return PACKET_BYTES // max(world_size - 1, 1)
+
+
+def gather_kernel(world_size: int, local_bytes: int) -> int:
     """Which gather kernel serves a rank's rows of this many bytes together."""
-    return PACKETS if local_bytes <= PACKET_BYTES else SLICES
+    return PACKETS if local_bytes <= packet_bytes(world_size) else SLICES
 
 
 def gather_arena(kernel: int, world_size: int, local_bytes: int) -> ArenaLayout:

@@ -34,7 +34,10 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMemory | Refusal]
 _groups = weakref.WeakKeyDictionary()
 # Captured graphs and peers hold addresses: memory outlives its group unless closed.
 _held: list[GroupMemory] = []
-_lock = threading.RLock()
+# One lock a group: two groups may be set up at once, in any order on each rank.
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock]
+_locks = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def workspace_for(group_name: str, device: torch.device) -> Workspace | Refusal:
@@ -87,12 +90,11 @@ def recover(group: dist.ProcessGroup) -> bool:
     Raises:
         DCPTimeoutError: a rank did not come within ``config.timeout_s``.
     """
-    with _lock:
-        memory = _groups.get(group)
-        if isinstance(memory, GroupMemory):
-            memory.recover()
-            return True
-    return False
+    memory = _groups.get(group)
+    if not isinstance(memory, GroupMemory):
+        return False
+    memory.recover()
+    return True
 
 
 def close(group: dist.ProcessGroup) -> None:
@@ -100,15 +102,14 @@ def close(group: dist.ProcessGroup) -> None:
 
     No captured graph with exchanges of the group may be replayed afterwards.
     """
-    with _lock:
-        memory = _groups.pop(group, None)
-        if not isinstance(memory, GroupMemory):
-            return
-        memory.recover()  # a rendezvous: all ranks are done with the memory
-        for workspace in memory.workspaces:
-            for buffer in (*workspace.arenas.values(), workspace.control):
-                buffer.close()
-        _held.remove(memory)
+    memory = _groups.pop(group, None)
+    if not isinstance(memory, GroupMemory):
+        return
+    memory.recover()  # a rendezvous: all ranks are done with the memory
+    for workspace in memory.workspaces:
+        for buffer in (*workspace.arenas.values(), workspace.control):
+            buffer.close()
+    _held.remove(memory)
 
 
 def memory_bytes(group: dist.ProcessGroup) -> int:
@@ -119,6 +120,8 @@ def memory_bytes(group: dist.ProcessGroup) -> int:
 
 def _set_up(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refusal:
     with _lock:
+        lock = _locks.setdefault(group, threading.Lock())
+    with lock:
         memory = _groups.get(group)
         if memory is None:
             cuda_workspace.refuse_capture("set-up", group.group_name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +120,8 @@ class GroupMemory:
         self.sites = [""]
         self._store = groups.store(group)
         self._refused: dict[cuda_layout.ArenaLayout, Refusal] = {}
+        # Threads of micro-batches: the first to need an arena creates it for all.
+        self._creating = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -162,6 +165,13 @@ class GroupMemory:
         if layout in self._refused:
             return self._refused[layout]
         refuse_capture(call.op, self.group_name)
+        with self._creating:
+            made = workspace.arenas.get(layout) or self._refused.get(layout)
+            return made or self._create_arena(layout, call, workspace)
+
+    def _create_arena(
+        self, layout: cuda_layout.ArenaLayout, call: Signature, workspace: Workspace
+    ) -> symm_mem.SymmetricBuffer | Refusal:
         try:
             session = self.session()
             said = session.exchange({"call": call.pack().hex(), "layout": repr(layout)})

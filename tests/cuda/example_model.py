@@ -1,0 +1,58 @@
+"""The example model on GPUs whose group is gloo.
+
+gloo cannot gather CUDA tensors for functional collectives (torch 2.11 crashes in it),
+and NCCL wants a GPU for each rank. So the gathers that stay in the graph, and those of
+the eager run, go through the host here; the DCP group's collectives in a compiled graph
+are left to the pass, which replaces them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.mla_lm import parallel
+
+_LIBRARY = torch.library.Library("dcp_inductor_tests", "DEF")
+_LIBRARY.define("host_gather(Tensor x, int size, str group_name) -> Tensor")
+
+
+def _host_gather(x: Tensor, size: int, group_name: str) -> Tensor:
+    group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
+    mine = x.contiguous().cpu()
+    every = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(every, mine, group=group)
+    return torch.stack(every).to(x.device)
+
+
+_LIBRARY.impl("host_gather", _host_gather, "CUDA")
+torch.library.register_fake(
+    "dcp_inductor_tests::host_gather",
+    lambda x, size, group_name: x.new_empty((size, *x.shape)),
+)
+
+
+def through_the_host(dcp_group: dist.ProcessGroup) -> None:
+    """Patch the example's collectives as said above."""
+    gather, scatter = parallel._all_gather, parallel._reduce_scatter
+    of_dcp = dcp_group.group_name
+
+    def every(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return torch.ops.dcp_inductor_tests.host_gather(
+            x, group.size(), group.group_name
+        )
+
+    def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        if torch.compiler.is_compiling() and group.group_name == of_dcp:
+            return gather(x, dim, group)
+        return torch.cat(every(x, group).unbind(0), dim)
+
+    def reduce_scatter(
+        x: Tensor, op: str, dim: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        if torch.compiler.is_compiling() and group.group_name == of_dcp:
+            return scatter(x, op, dim, group)
+        return every(x, group).sum(0).chunk(group.size(), dim)[group.rank()]
+
+    parallel._all_gather, parallel._reduce_scatter = all_gather, reduce_scatter
