@@ -25,12 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from . import combining
 from .cases import Case, Context
 from .fabric import fake_rank, group_ranks
 from .inputs import Geometry, Input, make_problem, rank_inputs
 
 STATIC, DYNAMIC, UNBACKED = FORMS = ("static", "dynamic", "unbacked")
 CACHE = Path(__file__).parent / ".traces"
+TRACE_VERSION = 1  # of what this file does to a recipe; kept traces are of one version
 
 
 class _Captured(BaseException):
@@ -142,25 +144,22 @@ def case_geometry(
     return Geometry(world_size, case.num_tokens(tokens, world_size), dtype)
 
 
-def _source_digest(case: Case) -> str:
-    """Hash of torch's version and of the files that a case's graph comes from."""
+def _digest(case: Case, inputs: list[Input]) -> str:
+    """Hash of what a case's graph comes from: torch, the recipe's files, its inputs."""
     fn = case.fn
     while isinstance(fn, partial):
         fn = fn.func
-    here = Path(__file__).parent
     recipe = inspect.getmodule(fn)
-    used = [
-        Path(value.__file__)
-        for value in vars(recipe).values()
-        if inspect.ismodule(value) and value.__name__.startswith(__package__)
-    ]
-    shared = [
-        here / name
-        for name in ("inputs.py", "combining.py", "tracing.py", "fabric.py", "cases.py")
-    ]
-    digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted({Path(recipe.__file__), *used, *shared}):
+    paths = {Path(recipe.__file__), Path(combining.__file__)}
+    for value in vars(recipe).values():
+        if inspect.ismodule(value) and value.__name__.startswith(__package__):
+            paths.add(Path(value.__file__))
+    digest = hashlib.sha256(f"{torch.__version__} {TRACE_VERSION}".encode())
+    for path in sorted(paths):
         digest.update(path.read_bytes())
+    for item in inputs:
+        x = item.tensor
+        digest.update(str((x.shape, x.stride(), x.dtype, item.token_dim)).encode())
     return digest.hexdigest()
 
 
@@ -179,13 +178,13 @@ def trace_case(
     """
     name = f"{case.id}-n{world_size}r{rank}-t{tokens}-{form}-{str(dtype)[6:]}"
     path = CACHE / (name.replace("/", "_").replace(" ", "_") + ".pkl")
-    digest = _source_digest(case)
+    geometry = case_geometry(case, world_size, tokens, dtype)
+    problem = make_problem(geometry)
+    digest = _digest(case, rank_inputs(case.inputs, problem, rank))
     if cache and path.exists():
         stored_digest, traced = pickle.loads(path.read_bytes())
         if stored_digest == digest:
             return traced
-    geometry = case_geometry(case, world_size, tokens, dtype)
-    problem = make_problem(geometry)
     with fake_rank(
         rank, world_size, geometry.heads_per_rank, grid=case.grid
     ) as context:
