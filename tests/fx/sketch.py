@@ -37,7 +37,8 @@ def traced(
     minimum: int | None = None,
 ) -> Traced:
     """The graph of ``fn(ctx, *tensors)`` on one rank; plain tensors: tokens first."""
-    inputs = [x if isinstance(x, Input) else Input(x) for x in tensors]
+    # Marks of a dynamic size stay on a tensor, so that it is traced under another name.
+    inputs = [x if isinstance(x, Input) else Input(x.detach()) for x in tensors]
     with fake_rank(rank, world_size, HEADS_PER_RANK) as ctx:
         return trace(lambda *args: fn(ctx, *args), inputs, ctx, form, minimum)
 
