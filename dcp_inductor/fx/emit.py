@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ class Emitter:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call of ``target`` whose fake result is in ``meta["val"]``."""
         node = self._graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = torch.fx.node.map_arg(
-            (args, kwargs), lambda n: n.meta["val"]
-        )
-        with _fake_mode_of(self._origin):
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        with self._mode() as mode:
+            fakes = torch.fx.node.map_arg((args, kwargs), partial(_fake_in, mode))
+            node.meta["val"] = target(*fakes[0], **fakes[1])
         copy_origin(self._origin, node)
         self.created.append(node)
         return node
+
+    def _mode(self) -> Any:
+        return _val(self._origin).fake_mode  # type: ignore[attr-defined]
 
     def item(self, node: Node, index: int) -> Node:
         """One result of a node with several."""
@@ -119,7 +121,15 @@ def _val(node: Node) -> Tensor:
     return value
 
 
-def _fake_mode_of(node: Node) -> Any:
-    value = tensor_val(node)
-    mode = getattr(value, "fake_mode", None)
-    return mode if mode is not None else torch.no_grad()
+def _fake_in(mode: Any, node: Node) -> Any:
+    """The node's fake result under ``mode``.
+
+    make_fx on real inputs describes every node under a mode of its own; sizes are plain
+    numbers there.
+    """
+    value = node.meta["val"]
+    if not isinstance(value, Tensor) or value.fake_mode is mode:  # type: ignore[attr-defined]
+        return value
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    )

@@ -139,7 +139,7 @@ def _trial(
                 exact=False,
             )
             values = run.run()
-        except (Unsupported, ValueError) as error:
+        except (Unsupported, ValueError, RuntimeError) as error:
             failure = Refuted(
                 "not_runnable", f"the region does not run on a trial: {error}"
             )

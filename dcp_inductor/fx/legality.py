@@ -10,10 +10,28 @@ import torch
 from torch.fx import Graph, Node
 
 from dcp_inductor import config
-from dcp_inductor.fx.nodes import size_name, tensor_val
+from dcp_inductor.fx.nodes import (
+    is_view_like,
+    reads_no_strides,
+    size_name,
+    tensor_val,
+)
 from dcp_inductor.fx.rewrite import gather_rows, merge_rows
 from dcp_inductor.fx.site import GatherSite, MergeSite, Reject
 
+_aten = torch.ops.aten
+_POSITIVE = {
+    _aten.exp.default,
+    _aten.exp2.default,
+    _aten.sigmoid.default,
+    _aten._softmax.default,
+}
+_KEEP_SIGN = {
+    _aten.sum.dim_IntList,
+    _aten.amax.default,
+    torch.ops.prims.convert_element_type.default,
+    _aten._to_copy.default,
+}
 _PAYLOADS = (torch.float32, torch.bfloat16, torch.float16)
 SWITCHES = {
     "combine": "direct_combine",
@@ -30,6 +48,9 @@ def forced(kind: str) -> bool:
 def judge(graph: Graph, site: MergeSite | GatherSite) -> Reject | None:
     """None if the site may be rewritten, else why not."""
     switch = SWITCHES[site.kind]
+    exits = site.proof.exits if isinstance(site, MergeSite) else site.exits
+    if any(not reads_no_strides(user) for found in exits for user in found.node.users):
+        return Reject("strides", "a user reads the result by its strides")
     if getattr(config, switch) == "disable":
         return Reject("disabled", f"{switch} is set to 'disable'")
     if site.group.world_size < 2:
@@ -54,6 +75,11 @@ def _judge_merge(graph: Graph, site: MergeSite) -> Reject | None:
     if _reaches(site.cut.leaves, {e.node for e in site.proof.exits}):
         return Reject(
             "cycle", "an input of the merge depends on a result of the same merge"
+        )
+    if site.proof.hypothesis.kind == "sum" and not _is_positive(site.cut.statistics[0]):
+        return Reject(
+            "sign",
+            "the weights may be negative, and an LSE stands for positive ones only",
         )
     return _too_many_rows(merge_rows(site))
 
@@ -84,6 +110,18 @@ def _too_many_rows(size: int | torch.SymInt) -> Reject | None:
             "raise DCP_INDUCTOR_MAX_TOKENS",
         )
     return None
+
+
+def _is_positive(node: Node) -> bool:
+    """Whether the node is made of exponentials, which are never negative."""
+    while is_view_like(node) or (
+        node.op == "call_function" and node.target in _KEEP_SIGN
+    ):
+        source = node.args[0]
+        if not isinstance(source, Node):
+            return False
+        node = source
+    return node.op == "call_function" and node.target in _POSITIVE
 
 
 def _reaches(leaves: tuple[Node, ...], results: set[Node]) -> bool:

@@ -79,6 +79,11 @@ def is_pure(node: Node) -> bool:
     )
 
 
+def reads_no_strides(node: Node) -> bool:
+    """Whether the node means the same whatever the strides of its inputs are."""
+    return node.op != "call_function" or node.target not in _STRIDE_READERS
+
+
 def is_view_like(node: Node) -> bool:
     """Whether the node holds all elements of its first input, in some layout."""
     return node.op == "call_function" and node.target in _VIEW_OPS

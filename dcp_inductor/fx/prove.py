@@ -248,7 +248,7 @@ class _Prover:
                 )
                 values = run.run()
                 return values, data, run.has_rank_constants
-            except (Unsupported, ValueError) as error:
+            except (Unsupported, ValueError, RuntimeError) as error:
                 if self.symbols and self.stretch == 1:
                     self.stretch = self.world_size
                     continue
