@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dcp_inductor import config, ops, votes
 from dcp_inductor.errors import DCPError
 from dcp_inductor.fx import report
+from dcp_inductor.fx.chain import InferenceAwarePass
 from dcp_inductor.fx.check import check_rewrite
 from dcp_inductor.fx.collectives import issues_exchange, split_coalesced_gathers
 from dcp_inductor.fx.emit import CannotExpress, Emitter
@@ -44,7 +44,7 @@ _AUTOGRAD = Reject(
 )
 
 
-class DcpPass(CustomInferenceAwareGraphPass):
+class DcpPass(InferenceAwarePass):
     """Rewrite the exchanges of decode context parallelism in a post-AOT, decomposed
     graph.
 
