@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 # Prints, for each compilation, what the cache did and how many sites the pass rewrote.
 _SCRIPT = """
@@ -15,6 +16,7 @@ import json, sys
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
+import dcp_inductor
 from dcp_inductor import config
 from tests.fx.models import fake_group, merge, merge_inputs
 
@@ -66,11 +68,12 @@ with fake_group():
         results["bare function"] = outcome(**{HOOK: bare})
         results["no identity"] = outcome(**{HOOK: Other(None)})
         results["back"] = outcome()
+        results["explained"] = dcp_inductor.explain(merge, *merge_inputs()).rewritten
     print(json.dumps(results))
 """
 
 
-def run(which: str, root: Path, cache: Path) -> dict[str, list[object]]:
+def run(which: str, root: Path, cache: Path) -> dict[str, Any]:
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
@@ -105,6 +108,7 @@ def test_a_second_process_hits_and_a_changed_setting_misses(
         "bare function": bypass,
         "no identity": bypass,
         "back": hit,
+        "explained": 1,  # compiles afresh, or there would be nothing to tell
     }
 
 
