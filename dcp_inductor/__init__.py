@@ -16,6 +16,7 @@ from dcp_inductor.errors import (
 if TYPE_CHECKING:
     from dcp_inductor.explanation import explain
     from dcp_inductor.fx.dcp_pass import DcpPass
+    from dcp_inductor.runtime.cuda_registry import check
     from dcp_inductor.runtime.registry import recover
     from dcp_inductor.runtime.ubatch import ubatch
 
@@ -27,6 +28,7 @@ __all__ = [
     "DCPTimeoutError",
     "DcpPass",
     "__version__",
+    "check",
     "config",
     "explain",
     "ops",
@@ -38,6 +40,7 @@ __all__ = [
 # do not.
 _LAZY = {
     "DcpPass": "dcp_inductor.fx.dcp_pass",
+    "check": "dcp_inductor.runtime.cuda_registry",
     "explain": "dcp_inductor.explanation",
     "recover": "dcp_inductor.runtime.registry",
     "ubatch": "dcp_inductor.runtime.ubatch",
