@@ -29,7 +29,8 @@ def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Te
     Raises:
         ValueError: ``query`` or ``padded_heads`` does not fit the op.
     """
-    _refuse_autograd("q_gather", query)
+    if query.requires_grad:
+        _refuse_autograd("q_gather")
     if query.dim() != 3:
         raise ValueError(f"q_gather: expected query [T, h, D], got {query.dim()} dims")
     if query.numel() == 0:
@@ -56,7 +57,8 @@ def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
     Raises:
         ValueError: ``rows`` has no dims.
     """
-    _refuse_autograd("kv_gather", rows)
+    if rows.requires_grad:
+        _refuse_autograd("kv_gather")
     if rows.dim() == 0:
         raise ValueError("kv_gather: expected rows [t, ...], got 0 dims")
     if rows.numel() == 0:
@@ -97,7 +99,8 @@ def a2a_lse_reduce(
     Raises:
         ValueError: arguments that no rank could serve.
     """
-    _refuse_autograd("a2a_lse_reduce", partial_output, partial_lse)
+    if partial_output.requires_grad or partial_lse.requires_grad:
+        _refuse_autograd("a2a_lse_reduce")
     if partial_lse.numel() == 0:
         return _no_rows(
             partial_output, partial_lse, group_name, scatter, split_sizes,
@@ -135,8 +138,8 @@ def _direct(x: Tensor) -> ModuleType | Refusal:
     return module or Refusal("device", f"no direct exchange for tensors on '{kind}'")
 
 
-def _refuse_autograd(op: str, *inputs: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+def _refuse_autograd(op: str) -> None:
+    if torch.is_grad_enabled():
         raise RuntimeError(
             f"{op}: expected inputs without gradient, got one that requires grad; the "
             "op has no "

@@ -43,9 +43,8 @@ def workspace_for(group_name: str) -> Workspace | Refusal:
     if index >= len(members):
         raise ValueError(
             f"expected a micro-batch below {len(members)}, which group '{group_name}' "
-            "was set up "
-            f"with, got {index}; set DCP_INDUCTOR_NUM_UBATCHES before the first "
-            "exchange"
+            f"was set up with, got {index}; set DCP_INDUCTOR_NUM_UBATCHES before the "
+            "first exchange"
         )
     return members[index]
 

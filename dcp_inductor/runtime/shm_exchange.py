@@ -1,7 +1,8 @@
 """Direct exchanges over shared memory, for CPU tensors.
 
 What a call needs beyond its tensors is worked out once per shape and options and kept
-as a plan, so that a call in the steady state is a few look-ups and one launch. Every
+as a plan, so that a call in the steady state is a few look-ups and one launch; a shape
+that once had room keeps it, whatever ``config.max_tokens`` says later. Every
 call of a group, served or not, agrees on its signature with the peers: a refusal is as
 collective as an exchange.
 """
@@ -69,10 +70,10 @@ def q_gather(
     workspace = registry.workspace_for(group_name)
     if isinstance(workspace, Refusal):
         return workspace
-    max_tokens = config.max_tokens
-    key = ("q", tuple(query.shape), query.dtype, padded_heads, site, max_tokens)
+    key = ("q", query.shape, query.dtype, padded_heads, site)
     plan = workspace.plans.get(key)
     if plan is None:
+        max_tokens = config.max_tokens
         num_tokens, heads, head_dim = query.shape
         total = ops.gathered_heads(query, workspace.world_size, padded_heads)
         call = Signature(
@@ -106,10 +107,10 @@ def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
     workspace = registry.workspace_for(group_name)
     if isinstance(workspace, Refusal):
         return workspace
-    max_tokens = config.max_tokens
-    key = ("kv", tuple(rows.shape), rows.dtype, site, max_tokens)
+    key = ("kv", rows.shape, rows.dtype, site)
     plan = workspace.plans.get(key)
     if plan is None:
+        max_tokens = config.max_tokens
         num_rows = rows.shape[0]
         width = math.prod(rows.shape[1:])
         call = Signature(
@@ -170,12 +171,10 @@ def a2a_lse_reduce(
     workspace = registry.workspace_for(group_name)
     if isinstance(workspace, Refusal):
         return workspace
-    max_tokens = config.max_tokens
     key = (
-        tuple(partial_output.shape), partial_output.dtype, tuple(partial_lse.shape),
+        partial_output.shape, partial_output.dtype, partial_lse.shape,
         partial_lse.dtype, scatter, tuple(split_sizes), is_lse_base_on_e, return_lse,
         full_lse, output_dtype, seq_lens is None, query_start_loc is None, site,
-        max_tokens,
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
@@ -186,7 +185,7 @@ def a2a_lse_reduce(
         plan = _plan_combine(
             workspace, partial_output, partial_lse, scatter, tuple(split_sizes),
             is_lse_base_on_e, return_lse, full_lse,
-            output_dtype or partial_output.dtype, site, max_tokens,
+            output_dtype or partial_output.dtype, site,
         )  # fmt: skip
         if isinstance(plan, Refusal):
             return plan
@@ -219,8 +218,8 @@ def _plan_combine(
     full_lse: bool,
     output_dtype: torch.dtype,
     site: str,
-    max_tokens: int,
 ) -> _CombinePlan | Refusal:
+    max_tokens = config.max_tokens
     num_tokens, heads, head_dim = partial_output.shape
     options = [f"scatter={scatter}", f"base={'e' if is_lse_base_on_e else '2'}"]
     if split_sizes:

@@ -284,7 +284,7 @@ def bad_arguments(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(RuntimeError, match="equal T in partial_output"):
+    with pytest.raises(ValueError, match="equal T in partial_output"):
         ops.a2a_lse_reduce(x, lse[:1], TOKEN, name)
     combine(name, rank, size)
 
