@@ -97,7 +97,11 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     """Concatenation over the ranks of the group, in rank order."""
-    return x if group is None else _all_gather(x, dim, group)
+    if group is None:
+        return x
+    # Along dim 0 and moved here: torch 2.11 cannot trace its own gather along others.
+    stacked = _all_gather(x, 0, group).view(group.size(), *x.shape)
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
