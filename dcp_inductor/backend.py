@@ -58,11 +58,13 @@ def dcp_inductor(
 
     from torch._inductor import config as inductor_config
 
-    from dcp_inductor.fx import chain
+    from dcp_inductor.fx import chain, report
     from dcp_inductor.fx.dcp_pass import DcpPass
 
     present = inductor.config.get(_HOOK, getattr(inductor_config, _HOOK))
-    inductor.config[_HOOK] = chain.append(present, DcpPass(overrides))
+    inductor.config[_HOOK] = chain.append(
+        present, DcpPass(overrides), cached=not report.collecting()
+    )
     with config.arguments(overrides):
         compiled = inductor(gm, example_inputs)
     return _with_arguments(compiled, overrides)

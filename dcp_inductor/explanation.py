@@ -2,7 +2,7 @@
 
 The model is compiled afresh for this one question. Dynamo keeps compiled code per code
 object and backend; ``explain`` brings a code object and a backend of its own, so that
-what the caller has compiled stays as it is, and it uses no cache on disk.
+what the caller has compiled stays as it is. Caches on disk are left out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 
 from dcp_inductor import backend, config
 from dcp_inductor.fx import report
-
-_FRESH = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
 
 
 @dataclass(repr=False)
@@ -81,7 +79,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         kwargs: its keyword arguments.
     """
     given = _compiled_with(model)
-    options = {**(given.get("options") or {}), **_FRESH}
+    options = given.get("options") or {}
     model = getattr(model, "_orig_mod", model)
     if not isinstance(model, torch.nn.Module):
         model = getattr(model, "_torchdynamo_orig_callable", model)
@@ -100,10 +98,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     apart: dict[str, Any] = {"isolate_recompiles": True}
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         apart = {}
-    with (
-        report.collect() as graphs,
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with report.collect() as graphs:  # which also keeps graphs out of caches
         output = torch.compile(run, backend=compile_graph, **apart)(*inputs, **kwargs)
     knobs = {
         key.removeprefix("dcp_inductor."): value

@@ -22,10 +22,11 @@ InferenceAwarePass: Any = getattr(
 
 
 class PassChain(InferenceAwarePass):
-    """Passes that run one after the other."""
+    """Passes that run one after the other; ``cached`` False keeps caches out."""
 
-    def __init__(self, passes: Sequence[AnyPass]) -> None:
+    def __init__(self, passes: Sequence[AnyPass], *, cached: bool = True) -> None:
         self.passes = tuple(passes)
+        self.cached = cached
 
     def __call__(self, graph: Graph, is_inference: bool = True) -> None:
         for each in self.passes:
@@ -46,7 +47,8 @@ class PassChain(InferenceAwarePass):
             each.uuid() if isinstance(each, CustomGraphPass) else None
             for each in self.passes
         ]
-        return ("dcp_inductor.PassChain", *ids) if all(ids) else None
+        cached = self.cached and all(ids)
+        return ("dcp_inductor.PassChain", *ids) if cached else None
 
 
 def flatten(hook: Any) -> list[AnyPass]:
@@ -58,10 +60,13 @@ def flatten(hook: Any) -> list[AnyPass]:
     return list(hook.passes) if isinstance(hook, PassChain) else [hook]
 
 
-def append(hook: Any, last: CustomGraphPass) -> AnyPass:
+def append(hook: Any, last: CustomGraphPass, *, cached: bool = True) -> AnyPass:
     """A value for the hook that runs what is there and then ``last``.
 
-    A pass of ``last``'s class that is there already gives way to it.
+    A pass of ``last``'s class that is there already gives way to it. Without ``cached``
+    the graph comes from no cache and goes to none, whatever the settings are.
     """
     before = [each for each in flatten(hook) if not isinstance(each, type(last))]
-    return PassChain([*before, last]) if before else last
+    if cached and not before:
+        return last
+    return PassChain([*before, last], cached=cached)

@@ -65,6 +65,11 @@ def collect() -> Iterator[list[GraphReport]]:
         _collectors.reset(token)
 
 
+def collecting() -> bool:
+    """Whether anybody collects; a graph from a cache would come without a report."""
+    return bool(_collectors.get())
+
+
 def publish(report: GraphReport) -> None:
     """Hand a report to everybody who collects."""
     for reports in _collectors.get():
