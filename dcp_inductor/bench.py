@@ -2,7 +2,7 @@
 
 Spawns the ranks itself. Every row is checked for equal results before it is timed; the
 two variants take turns, and a row shows the slowest rank's median. The collectives are
-written as a model would write them: gather the LSEs, weight, reduce-scatter.
+those that the pass finds in a graph: gather the LSEs, weight, reduce-scatter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCKS, _DIRECT_CALLS, _BASELINE_CALLS, _WARM_UP = 10, 20, 3, 3
 _LIMIT_S = 600.0
 
-# torch 2.13 renamed them, and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
+_graph_ops = torch.ops._c10d_functional
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +150,7 @@ def _work(rank: int, options: argparse.Namespace, directory: str) -> None:
 
 
 def _rows(rank: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    group = dist.distributed_c10d._get_default_group().group_name
+    group = _group_name()
     token = torch.empty(0)
     size, heads = options.ranks, options.heads
     dtype = _DTYPES[options.dtype]
@@ -227,14 +223,18 @@ def _medians(
     return statistics.median(times[0]), statistics.median(times[1])
 
 
+def _group_name() -> str:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.group_name
+
+
 def _first(op: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> Tensor:
     return op(*arguments)[0]
 
 
 def _gather(x: Tensor, size: int) -> Tensor:
-    every = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    _all_gather(every, x)
-    return every.view(size, *x.shape)
+    pending = _graph_ops.all_gather_into_tensor(x, size, _group_name())
+    return _graph_ops.wait_tensor(pending).view(size, *x.shape)
 
 
 def _gather_rows(rows: Tensor, size: int) -> Tensor:
@@ -250,6 +250,5 @@ def _combine(output: Tensor, lse: Tensor, size: int, rank: int) -> Tensor:
     share = torch.exp(lses[rank] - torch.logsumexp(lses, 0))
     weighted = (output * share.unsqueeze(-1)).to(output.dtype)
     by_head = weighted.transpose(0, 1).contiguous()
-    heads = by_head.new_empty((by_head.shape[0] // size, *by_head.shape[1:]))
-    _reduce_scatter(heads, by_head)
-    return heads.transpose(0, 1).contiguous()
+    pending = _graph_ops.reduce_scatter_tensor(by_head, "sum", size, _group_name())
+    return _graph_ops.wait_tensor(pending).transpose(0, 1).contiguous()
