@@ -1,8 +1,8 @@
 """Sources and flags of the compiled library, for wheels and first-use builds.
 
 setuptools takes ``BuildExt`` from here (pyproject.toml); ``dcp_inductor/extension.py``
-loads this file by its path in a source checkout and compiles with the same flags. CUDA
-sources join in where nvcc is found and torch was built with CUDA.
+loads this file by its path in a source checkout and compiles with the same flags. The
+CPU part only: the CUDA library is built by ``runtime/cuda_library.py``.
 """
 
 from __future__ import annotations
