@@ -47,6 +47,9 @@ class DCPTimeoutError(DCPError):
         self.record = record
         self.timeout_s = timeout_s
 
+    def __reduce__(self) -> tuple[type[DCPTimeoutError], tuple[FaultRecord, float]]:
+        return type(self), (self.record, self.timeout_s)
+
 
 class DCPMismatchError(DCPError):
     """Ranks of a group met in one exchange with different ops, shapes or options."""

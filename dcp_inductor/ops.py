@@ -232,9 +232,10 @@ def _(
     return output, lse, torch.empty_like(token)
 
 
-# order_after: x itself, available only after the exchange that made ``token``.
+# order_after: a copy of x, available only after the exchange that made ``token``. Not
+# x itself: an op that returns a view cannot be functionalised.
 # order_token: a token that is available only after x.
-_LIBRARY.define("order_after(Tensor(a) x, Tensor token) -> Tensor(a)", tags=_TAGS)
+_LIBRARY.define("order_after(Tensor x, Tensor token) -> Tensor", tags=_TAGS)
 order_after = torch.ops.dcp_inductor.order_after.default
 _LIBRARY.define("order_token(Tensor x, Tensor token) -> Tensor", tags=_TAGS)
 order_token = torch.ops.dcp_inductor.order_token.default
@@ -243,7 +244,7 @@ order_token = torch.ops.dcp_inductor.order_token.default
 @torch.library.register_fake("dcp_inductor::order_after")
 def _(x, token):
     _check_token(token)
-    return x.view(x.shape)
+    return x.clone()
 
 
 @torch.library.register_fake("dcp_inductor::order_token")
@@ -330,5 +331,5 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("kv_gather", _kv_gather, _key)
     _LIBRARY.impl("a2a_lse_reduce", _a2a_lse_reduce, _key)
     _LIBRARY.impl("site_guard", _site_guard, _key)
-    _LIBRARY.impl("order_after", lambda x, token: x.view(x.shape), _key)
+    _LIBRARY.impl("order_after", lambda x, token: x.clone(), _key)
     _LIBRARY.impl("order_token", lambda x, token: torch.empty_like(token), _key)

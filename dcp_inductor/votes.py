@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+from weakref import WeakKeyDictionary
 
-from torch.distributed import Store
+from torch.distributed import ProcessGroup, Store
 
 from dcp_inductor import groups
 from dcp_inductor.errors import DCPDisagreementError
@@ -22,8 +23,9 @@ ACCEPTED = "accepted"
 # A guard looks again at most this often while votes are missing.
 _PATIENCE_S = 1.0
 
-_settled: set[tuple[int, str]] = set()
-_next_look: dict[tuple[int, str], float] = {}
+# Sites whose peers have all voted alike, and when to look at the others again.
+_settled: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
+_next_look: WeakKeyDictionary[ProcessGroup, dict[str, float]] = WeakKeyDictionary()
 
 
 def _key(site: str, rank: int) -> str:
@@ -92,11 +94,13 @@ def guard(group_name: str, site: str, reason: str) -> None:
     Raises:
         DCPDisagreementError: a peer accepted the site.
     """
-    key = (id(groups.resolve(group_name)), site)
+    group = groups.resolve(group_name)
+    settled = _settled.setdefault(group, set())
+    next_look = _next_look.setdefault(group, {})
     now = time.monotonic()
-    if key in _settled or now < _next_look.get(key, 0.0):
+    if site in settled or now < next_look.get(site, 0.0):
         return
     post(group_name, site, reason)
     if check(group_name, site, reason):
-        _settled.add(key)
-    _next_look[key] = now + _PATIENCE_S
+        settled.add(site)
+    next_look[site] = now + _PATIENCE_S

@@ -88,6 +88,18 @@ class Region:
                     stack.append(source)
         return found
 
+    def origin(self) -> Node:
+        """The node whose line of the user's code stands for the region: the first that
+        computes with what was exchanged.
+        """
+        for node in self.nodes:
+            moved = (
+                is_view_like(node) or is_wait(node) or as_collective(node) is not None
+            )
+            if node in self.exchanged and not moved:
+                return node
+        return self.collectives[0].node
+
     def exits(self) -> list[Node]:
         """Exchanged nodes that something outside of the region uses, in graph order."""
         members = set(self.nodes)

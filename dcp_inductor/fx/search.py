@@ -127,7 +127,7 @@ def _merge_from(
             trials += 0 if cached else outcome.trials
             if isinstance(outcome, Proof):
                 key = _key(cut, region, group)
-                site = MergeSite(group, cut, region, outcome, key, region.exits()[-1])
+                site = MergeSite(group, cut, region, outcome, key, region.origin())
                 covers = replaced_collectives(region, [e.node for e in outcome.exits])
                 if covers & claimed:
                     continue
@@ -156,8 +156,7 @@ def _merge_from(
                 return _candidate(None, refusal, cut, region, group, trials, start)
     missed = _candidate(None, reject, best[2], best[3], group, trials, start)
     missed.aliases = frozenset(
-        site_name(region.exits()[-1], _key(cut, region, group))
-        for cut, region in regions
+        site_name(region.origin(), _key(cut, region, group)) for cut, region in regions
     )
     return missed
 
@@ -174,7 +173,7 @@ def _candidate(
     return Candidate(
         "combine",
         group,
-        region.exits()[-1],
+        region.origin(),
         _key(cut, region, group),
         site,
         reject,

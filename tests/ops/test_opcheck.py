@@ -88,17 +88,10 @@ def graph_ops() -> list[str]:
     return sorted(name for name in ours if not name.startswith("dcp_inductor::_"))
 
 
-def checks_of(op: Any) -> tuple[str, ...]:
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    # torch functionalises no custom op that returns a view. order_after is one, and is
-    # put into graphs that have been functionalised before.
-    return checks if op is ops.order_after else (*checks, "test_aot_dispatch_dynamic")
-
-
 def opchecks(rank: int, size: int) -> int:
     count = 0
     for op, arguments, options in calls(group_name(), size):
-        torch.library.opcheck(op, arguments, options, test_utils=checks_of(op))
+        torch.library.opcheck(op, arguments, options)
         count += 1
     return count
 
