@@ -35,11 +35,12 @@ def traced(
     world_size: int = 2,
     form: str = STATIC,
     minimum: int | None = None,
+    grid: bool = False,
 ) -> Traced:
     """The graph of ``fn(ctx, *tensors)`` on one rank; plain tensors: tokens first."""
     # Marks of a dynamic size stay on a tensor, so that it is traced under another name.
     inputs = [x if isinstance(x, Input) else Input(x.detach()) for x in tensors]
-    with fake_rank(rank, world_size, HEADS_PER_RANK) as ctx:
+    with fake_rank(rank, world_size, HEADS_PER_RANK, grid=grid) as ctx:
         return trace(lambda *args: fn(ctx, *args), inputs, ctx, form, minimum)
 
 
@@ -88,8 +89,9 @@ def rewrite(
     """Run the pass on a copy of the graph, on the rank that it was traced for."""
     module = graph.graph_module()
     before = sketch(module.graph)
+    grid = len(graph.groups) > 1
     with (
-        fake_rank(graph.rank, graph.world_size, HEADS_PER_RANK),
+        fake_rank(graph.rank, graph.world_size, HEADS_PER_RANK, grid=grid),
         report.collect() as reports,
     ):
         counters["dcp_inductor"].clear()
