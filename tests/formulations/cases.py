@@ -8,7 +8,7 @@ become constants of the traced graph just as they do in a served model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -109,6 +109,10 @@ class Registry:
             return fn
 
         return register
+
+    def amend(self, case_id: str, **attributes) -> None:
+        """Change attributes of a case; raises KeyError for an id that is not there."""
+        self._cases[case_id] = replace(self._cases[case_id], **attributes)
 
     def __iter__(self) -> Iterator[Case]:
         return iter(self._cases.values())
