@@ -96,9 +96,9 @@ class Region:
             moved = (
                 is_view_like(node) or is_wait(node) or as_collective(node) is not None
             )
-            if node in self.exchanged and not moved:
+            if node in self.exchanged and not moved and tensor_val(node) is not None:
                 return node
-        return self.collectives[0].node
+        return self.exits()[-1]
 
     def exits(self) -> list[Node]:
         """Exchanged nodes that something outside of the region uses, in graph order."""

@@ -172,7 +172,9 @@ class _Prover:
         """Repeat on other data; the first disagreement refutes."""
         trials = [Trial(seed=2, exact=self.exact), Trial(3, self.exact, skewed=True)]
         if self.exact:
-            trials += [Trial(4, False), Trial(5, False, skewed=True)]
+            trials.append(Trial(4, False))
+            # A few rows may round by chance to what they were; three draws do not.
+            trials += [Trial(seed, False, skewed=True) for seed in (5, 8, 9)]
         trials += [
             Trial(6, self.exact, empty="zero"),
             Trial(7, self.exact, empty="nan"),
@@ -356,16 +358,17 @@ class _Prover:
             if value.numel() == 0:
                 return True
             difference = (value - wanted).abs()
-            scale = wanted.abs().max().clamp(min=1.0)
-            return bool(difference.max() <= most * scale) and bool(
-                difference.square().mean().sqrt() <= typical * scale
+            largest = wanted.abs().max().clamp(min=1.0)
+            usual = wanted.square().mean().sqrt().clamp(min=0.05)
+            return bool(difference.max() <= most * largest) and bool(
+                difference.square().mean().sqrt() <= typical * usual
             )
 
         return equal
 
     def _tolerance(self, trial: Trial) -> tuple[float, float]:
-        """Largest and root-mean-square difference to allow, relative to the largest
-        value.
+        """Difference to allow: the largest relative to the largest value, and the
+        root mean square relative to the values' own.
         """
         if trial.exact:
             return 1e-5, 2e-6

@@ -75,12 +75,9 @@ class Data:
         output = normal(world_size, *shape)
         level = normal(world_size, *rows) * (2.0 if trial.skewed else 3.0)
         if trial.skewed:
-            level = (
-                level
-                + (torch.rand(rows, generator=generator, device="cpu") - 0.5).double()
-                * 2
-                * SKEW
-            )
+            # Far from zero throughout, where 16-bit floats are coarse.
+            side = torch.rand(rows, generator=generator, device="cpu").double() - 0.5
+            level = level + side.sign() * (0.65 + 0.7 * side.abs()) * SKEW
         empty = torch.zeros(world_size, *rows, dtype=torch.bool, device="cpu")
         if trial.empty:
             empty = (
