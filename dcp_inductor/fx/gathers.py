@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.fx.collectives import Collective, inputs_of
-from dcp_inductor.fx.find import GraphIndex, Region
 from dcp_inductor.fx.layout import Layout, find_layout
 from dcp_inductor.fx.lockstep import Lockstep, Unsupported
 from dcp_inductor.fx.nodes import (
@@ -26,6 +25,7 @@ from dcp_inductor.fx.nodes import (
     tensor_val,
 )
 from dcp_inductor.fx.prove import Refuted
+from dcp_inductor.fx.region import GraphIndex, Region
 from dcp_inductor.fx.site import GatherExit
 
 _MAX_ELEMENTS = 1 << 24

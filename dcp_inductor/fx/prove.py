@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.fx.axes import statistic_axes
-from dcp_inductor.fx.find import Cut, Region
 from dcp_inductor.fx.layout import Layout, find_layout
 from dcp_inductor.fx.lockstep import READINGS, Lockstep, Unsupported
 from dcp_inductor.fx.nodes import (
@@ -32,6 +31,7 @@ from dcp_inductor.fx.nodes import (
     size_name,
     tensor_val,
 )
+from dcp_inductor.fx.region import Cut, Region
 from dcp_inductor.fx.trial import SKEW, Data, Expected, Hypothesis, Trial
 
 # Elements of all ranks' partial outputs in one trial; above it a proof would cost

@@ -10,11 +10,12 @@ from torch.fx import Graph, Node
 
 from dcp_inductor import groups
 from dcp_inductor.fx.collectives import Collective
-from dcp_inductor.fx.find import Cut, GraphIndex, Region, cuts, is_minimal
+from dcp_inductor.fx.find import cuts
 from dcp_inductor.fx.gathers import gather_sources, prove_gather
 from dcp_inductor.fx.nodes import size_name, tensor_val
 from dcp_inductor.fx.own_rank import foreign_ranks
 from dcp_inductor.fx.prove import Exit, Proof, Refuted, prove_merge
+from dcp_inductor.fx.region import Cut, GraphIndex, Region, is_minimal
 from dcp_inductor.fx.site import (
     GatherExit,
     GatherSite,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from dcp_inductor.fx.find import Cut, Region
 from dcp_inductor.fx.layout import Layout
 from dcp_inductor.fx.nodes import source_line
 from dcp_inductor.fx.prove import Proof
+from dcp_inductor.fx.region import Cut, Region
 
 
 @dataclass(frozen=True)

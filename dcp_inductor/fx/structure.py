@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 
 from dcp_inductor.fx.collectives import as_collective, is_wait
-from dcp_inductor.fx.find import Region
 from dcp_inductor.fx.lockstep import constant_of
 from dcp_inductor.fx.nodes import is_number, is_view_like, tensor_val
+from dcp_inductor.fx.region import Region
 
 _aten = torch.ops.aten
 # Ops that move elements without computing: T = 1 and T > 1 differ in these alone.

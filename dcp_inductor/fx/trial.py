@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dcp_inductor.fx.find import Cut
 from dcp_inductor.fx.nodes import Symbols, tensor_val
+from dcp_inductor.fx.region import Cut
 
 # Largest LSE of a skewed trial: exp of it and of its sum over ranks still fit in fp32.
 SKEW = 70.0
