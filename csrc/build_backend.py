@@ -1,10 +1,10 @@
 """setuptools as a build backend that compiles against the torch already installed.
 
 The compiled library uses torch's stable ABI, so the headers of any supported torch will
-do. An isolated build sees only its own environment; downloading a second torch into that
-takes minutes and gigabytes. So the environment that is installed into is searched too,
-after the build's own, and torch becomes a build requirement only where neither has it.
-"""
+do. An isolated build sees only its own environment; downloading a second torch into
+that takes minutes and gigabytes. So the environment that is installed into is searched
+too, after the build's own, and torch becomes a build requirement only where neither has
+it."""
 
 from __future__ import annotations
 

@@ -55,36 +55,59 @@ class Layout:
 
 Equal = Callable[[Tensor, Tensor], bool]
 
+# Elements that are compared before all of them are.
+_HEAD = 64
+
 
 def find_layout(
-    value: Tensor, whole: Tensor, world_size: int, rank: int, equal: Equal
+    value: Tensor,
+    whole: Tensor,
+    world_size: int,
+    rank: int,
+    equal: Equal,
+    eps: float = 0.0,
 ) -> Layout | None:
-    """The layout by which ``value`` is this rank's part, or all, of ``whole``; None if
-    neither.
+    """The layout by which ``value`` is this rank's part, or all, of ``whole``.
+
+    Args:
+        value: the tensor to name.
+        whole: what it may be made of.
+        world_size: ranks of the group.
+        rank: this process's rank in it.
+        equal: decides whether a tensor is the candidate.
+        eps: relative rounding of the elements of ``value``.
+
+    Returns:
+        None if it is neither.
     """
     if value.numel() == 0 or value.numel() > whole.numel():
         return None
-    for dim, start, length in _parts(value, whole, world_size, rank):
+    head = value.reshape(-1)[:_HEAD]
+    for dim, start, length in _parts(value, whole, world_size, rank, eps):
         part = Layout(dim, start, length, ()).part(whole, world_size, rank)
         dims = [d for d in range(part.dim()) if part.shape[d] != 1]
         for order in itertools.permutations(dims):
             layout = Layout(dim, start, length, order)
             candidate = layout.apply(whole, value.shape, world_size, rank)
-            if candidate is not None and equal(value, candidate):
+            if candidate is None or not equal(head, candidate.reshape(-1)[:_HEAD]):
+                continue
+            if equal(value, candidate):
                 return layout
     return None
 
 
 def _parts(
-    value: Tensor, whole: Tensor, world_size: int, rank: int
+    value: Tensor, whole: Tensor, world_size: int, rank: int, eps: float
 ) -> Iterator[tuple[int | None, int | None, int | None]]:
     """Parts of the whole with as many elements and the same sum, the even share first.
 
     The sum does not depend on the order of dims, so it spares nearly all permutations.
     """
     total = value.sum()
-    # Loose on purpose: rounding of low-precision values adds up; ``equal`` decides.
-    slack = 0.02 * whole.abs().mean() * value.numel() ** 0.5 + 0.02 * value.abs().sum()
+    # Rounding errors add up like steps of a random walk; eight times that, as ``equal``
+    # decides anyway.
+    walk = value.square().mean().sqrt() * value.numel() ** 0.5
+    slack = 8 * max(eps, 1e-6) * (walk + 1e-3) + 1e-6 * value.abs().sum()
     if value.numel() == whole.numel():
         if (whole.sum() - total).abs() <= slack:
             yield None, None, None

@@ -337,7 +337,10 @@ class _Prover:
         value = value.double()
         if not bool(value.isfinite().all()):
             return None
-        layout = find_layout(value, expected.output, self.world_size, self.rank, equal)
+        eps = 0.0 if self.exact else self.eps
+        layout = find_layout(
+            value, expected.output, self.world_size, self.rank, equal, eps
+        )
         if layout is not None and layout.dim != hypothesis.feature_dim:
             return Exit(node, "output", layout, 1.0)
         for scale in (
@@ -345,7 +348,7 @@ class _Prover:
             math.log(2.0) if not hypothesis.is_base_e else 1 / math.log(2.0),
         ):
             layout = find_layout(
-                value, expected.lse * scale, self.world_size, self.rank, equal
+                value, expected.lse * scale, self.world_size, self.rank, equal, eps
             )
             if layout is not None:
                 return Exit(node, "lse", layout, scale)

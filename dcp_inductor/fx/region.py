@@ -15,6 +15,7 @@ from dcp_inductor.fx.nodes import (
     is_pure,
     is_view_like,
     shape_key,
+    source_line,
     tensor_inputs,
     tensor_val,
 )
@@ -79,13 +80,15 @@ class Region:
         """The node whose line of the user's code stands for the region: the first that
         computes with what was exchanged.
         """
-        for node in self.nodes:
+        located = [node for node in self.nodes if source_line(node)]
+        for node in located:
             moved = (
                 is_view_like(node) or is_wait(node) or as_collective(node) is not None
             )
             if node in self.exchanged and not moved and tensor_val(node) is not None:
                 return node
-        return self.exits()[-1]
+        tensors = [node for node in located if tensor_val(node) is not None]
+        return (tensors or self.exits())[-1]
 
     def exits(self) -> list[Node]:
         """Exchanged nodes that something outside of the region uses, in graph order."""
