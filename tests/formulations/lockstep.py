@@ -237,14 +237,16 @@ def _alone(node: fx.Node, args: tuple, kwargs: dict, accepted: frozenset[str]) -
     return target(*args, **kwargs)
 
 
-def _symbols(graph: fx.Graph, tensors: dict[fx.Node, Tensor]) -> dict[str, int]:
-    """Value of each size symbol, read off the inputs that carry it."""
+def _symbols(tensors: dict[fx.Node, Tensor]) -> dict[str, int]:
+    """Value of each symbol, read off the sizes and strides of the inputs."""
     values: dict[str, int] = {}
     for node, tensor in tensors.items():
-        fake = node.meta.get("val")
-        for size, actual in zip(fake.shape, tensor.shape, strict=True):
-            if isinstance(size, torch.SymInt):
-                values[str(size)] = actual
+        fake = node.meta["val"]
+        symbolic = (*fake.shape, *fake.stride(), fake.storage_offset())
+        actual = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+        for symbol, value in zip(symbolic, actual, strict=True):
+            if isinstance(symbol, torch.SymInt):
+                values.setdefault(str(symbol), value)
     return values
 
 
@@ -261,7 +263,7 @@ def _rank_steps(
         for node, index in zip(placeholders, traced.bindings, strict=True)
         if index is not None
     }
-    symbols = _symbols(graph, bound)
+    symbols = _symbols(bound)
     values: dict[fx.Node, Any] = dict(bound)
     for node in placeholders:
         if node not in values:
