@@ -315,7 +315,8 @@ class _Prover:
                     made_of = [
                         s for s in node.all_input_nodes if s in self.region.exchanged
                     ]
-                    if node in issued and not made_of:
+                    # An exchange of statistics may stay for the sake of something else.
+                    if node in issued and not made_of and node in behind:
                         return None
                     stack += made_of
             if not any(match.what == "output" for match in found.values()):
