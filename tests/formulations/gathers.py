@@ -94,8 +94,8 @@ def gather(ctx: Context, q: Tensor, *, how: str) -> Tensor:
             return sp.ag(ctx, q.movedim(1, 0).contiguous()).movedim(0, 1).contiguous()
         case "flatten heads":
             return sp.ag(ctx, q.flatten(1), 1).view(t, n * h, d)
-        case "reshape heads":
-            return sp.ag(ctx, q.reshape(t, h * d), -1).reshape(t, -1, d)
+        case "reshape heads":  # dim -1 does not trace at one token in torch 2.13
+            return sp.ag(ctx, q.reshape(t, h * d), 1).reshape(t, -1, d)
         case "unsqueeze permute":
             return sp.ag(ctx, q.unsqueeze(0)).permute(1, 0, 2, 3).flatten(1, 2)
         case "unsqueeze unbind":
