@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from dcp_inductor.fx.nodes import copy_origin, shape_key, size_name, tensor_val
+from dcp_inductor.fx.nodes import (
+    copy_origin,
+    expression,
+    shape_key,
+    size_name,
+    tensor_val,
+)
 
 _aten = torch.ops.aten
 _convert = torch.ops.prims.convert_element_type.default
@@ -108,11 +115,25 @@ class Emitter:
     def like(self, node: Node, model: Tensor) -> Node:
         """The node in ``model``'s dtype, and contiguous where the model is."""
         node = self.cast(node, model.dtype)
-        if model.is_contiguous() and not _val(node).is_contiguous():
+        if _is_contiguous(model) and not _is_contiguous(_val(node)):
             node = self.call(
                 _aten.clone.default, node, memory_format=torch.contiguous_format
             )
         return node
+
+
+def _is_contiguous(tensor: Tensor) -> bool:
+    """Whether the strides are a contiguous tensor's, asking no symbol's value."""
+    expected = sympy.Integer(1)
+    for size, stride in zip(
+        reversed(tensor.shape), reversed(tensor.stride()), strict=True
+    ):
+        if size_name(size) == "1":
+            continue
+        if expression(stride) != expected:
+            return False
+        expected *= expression(size)
+    return True
 
 
 def _val(node: Node) -> Tensor:

@@ -24,7 +24,7 @@ from dcp_inductor.fx.nodes import (
     is_view_like,
     tensor_val,
 )
-from dcp_inductor.fx.prove import Refuted
+from dcp_inductor.fx.proof import Refuted
 from dcp_inductor.fx.region import GraphIndex, Region
 from dcp_inductor.fx.site import GatherExit
 

@@ -76,6 +76,19 @@ class Region:
                     stack.append(source)
         return found
 
+    def through(self, collective: Collective) -> Region:
+        """The part of the region that knows of one of its exchanges only."""
+        found = {collective.node}
+        for node in self.nodes:
+            made_of = [s for s in node.all_input_nodes if s in self.exchanged]
+            alone = bool(made_of) and all(source in found for source in made_of)
+            if alone and as_collective(node) is None:
+                found.add(node)
+        nodes = [n for n in self.nodes if n not in self.exchanged or n in found]
+        return Region(
+            self.leaves, tuple(nodes), (collective,), frozenset(found), self.upstream
+        )
+
     def origin(self) -> Node:
         """The node whose line of the user's code stands for the region: the first that
         computes with what was exchanged.

@@ -20,7 +20,7 @@ from dcp_inductor import ops
 from dcp_inductor.fx.emit import Emitter
 from dcp_inductor.fx.layout import Layout
 from dcp_inductor.fx.nodes import expression, size_name, tensor_val
-from dcp_inductor.fx.prove import Exit
+from dcp_inductor.fx.proof import Exit
 from dcp_inductor.fx.site import GatherSite, MergeSite
 
 _aten = torch.ops.aten

@@ -9,12 +9,13 @@ import torch
 from torch.fx import Graph, Node
 
 from dcp_inductor import groups
-from dcp_inductor.fx.collectives import Collective
+from dcp_inductor.fx.collectives import Collective, as_collective
 from dcp_inductor.fx.find import cuts
 from dcp_inductor.fx.gathers import gather_sources, prove_gather
 from dcp_inductor.fx.nodes import size_name, tensor_val
 from dcp_inductor.fx.own_rank import foreign_ranks
-from dcp_inductor.fx.prove import Exit, Proof, Refuted, prove_merge
+from dcp_inductor.fx.proof import Exit, Proof, Refuted
+from dcp_inductor.fx.prove import prove_merge
 from dcp_inductor.fx.region import Cut, GraphIndex, Region, is_minimal
 from dcp_inductor.fx.site import (
     GatherExit,
@@ -49,6 +50,9 @@ _INFORMATIVE = (
     "empty_shards",
     "precision",
     "foreign_rank",
+)
+_SEVERAL_GROUPS = Reject(
+    "several_groups", "the merge goes on in another group, and the op works in one"
 )
 _proofs = Memo()
 
@@ -141,7 +145,11 @@ def _merge_from(
         if proven:
             claimed.update(covered)
             return _candidate(*proven[:1], None, *proven[1:], group, trials, start)
-    if best is None or not any(n.target in _EXPONENTIALS for n in best[3].nodes):
+    if best is None:
+        return None
+    if _leaves_group(best[3], group):
+        return _candidate(None, _SEVERAL_GROUPS, *best[2:], group, trials, start)
+    if not any(n.target in _EXPONENTIALS for n in best[3].nodes):
         return None
     reject = Reject(best[1].code, best[1].reason)
     peers: set[int] = set()
@@ -160,6 +168,16 @@ def _merge_from(
         site_name(region.origin(), _key(cut, region, group)) for cut, region in regions
     )
     return missed
+
+
+def _leaves_group(region: Region, group: Group) -> bool:
+    """Whether what was exchanged goes straight on to an exchange of another group."""
+    for node in region.exits():
+        for user in node.users:
+            collective = as_collective(user)
+            if collective is not None and collective.group_name != group.name:
+                return True
+    return False
 
 
 def _candidate(
@@ -250,8 +268,7 @@ def _gather_from(
     region = index.region((source,), group.name)
     if not any(c.node is collective.node for c in region.collectives):
         return None
-    if len(region.collectives) > 1:
-        return None
+    region = region.through(collective)
     nodes = (source, *region.nodes)
     number = {node: i for i, node in enumerate(nodes)}
 

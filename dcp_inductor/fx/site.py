@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from dcp_inductor.fx.layout import Layout
 from dcp_inductor.fx.nodes import source_line
-from dcp_inductor.fx.prove import Proof
+from dcp_inductor.fx.proof import Proof
 from dcp_inductor.fx.region import Cut, Region
 
 

@@ -15,6 +15,8 @@ from dcp_inductor.fx.region import Cut
 
 # Largest LSE of a skewed trial: exp of it and of its sum over ranks still fit in fp32.
 SKEW = 70.0
+# The same in float64, beyond any plausible clamp of an LSE.
+EXACT_SKEW = 500.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Trial:
     seed: int
     exact: bool
     skewed: bool = False
+    scale: float = 1.0  # of the partial outputs
     empty: str = ""  # "", "zero" or "nan": payload of the empty shards
 
 
@@ -72,12 +75,13 @@ class Data:
         shape = symbols.shape(output_value)
         feature = hypothesis.feature_dim
         rows = [size for dim, size in enumerate(shape) if dim != feature]
-        output = normal(world_size, *shape)
+        output = normal(world_size, *shape) * trial.scale
         level = normal(world_size, *rows) * (2.0 if trial.skewed else 3.0)
         if trial.skewed:
             # Far from zero throughout, where 16-bit floats are coarse.
             side = torch.rand(rows, generator=generator, device="cpu").double() - 0.5
-            level = level + side.sign() * (0.65 + 0.7 * side.abs()) * SKEW
+            reach = EXACT_SKEW if trial.exact else SKEW
+            level = level + side.sign() * (0.65 + 0.7 * side.abs()) * reach
         empty = torch.zeros(world_size, *rows, dtype=torch.bool, device="cpu")
         if trial.empty:
             empty = (

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 REWRITE = "rewrite"
 GATHER_ONLY = "gather only"
+LSE_ONLY = "LSE gather only"
 EQUAL_OR_REFUSED = "equal or refused"
 
 
@@ -65,6 +66,7 @@ class Case:
     expect: str = REWRITE
     note: str = ""
     token_multiple_of_ranks: bool = False
+    token_for_every_rank: bool = False
     unbacked: bool = True
     deviates: bool = False
     slight: bool = False
@@ -77,6 +79,8 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
     def num_tokens(self, tokens: int, world_size: int) -> int:
+        if self.token_for_every_rank:
+            return max(tokens, world_size + 1)
         return tokens * world_size if self.token_multiple_of_ranks else tokens
 
 

@@ -1,9 +1,5 @@
-"""Inputs of the recipes from a real partial attention, and the dense result they must
-give.
-
-Every rank owns a shard of the keys and values; its partial output and LSE come from
-attention over that shard alone, the dense ones from attention over all of them, both in
-float64.
+"""Inputs of the recipes from real attention in float64: partial results over each rank's
+shard of keys and values, and the dense result over all of them.
 """
 
 # ruff: noqa: E741  (o and l are the letters of the formulas)

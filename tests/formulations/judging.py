@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
-from .cases import EQUAL_OR_REFUSED, Case
+from .cases import EQUAL_OR_REFUSED, LSE_ONLY, Case
 from .fabric import fake_rank
 from .harness import (
     TOLERANCE,
@@ -86,6 +86,8 @@ class Verdict:
             return False
         if self.case.expect == EQUAL_OR_REFUSED:
             return self.outcome != "ranks disagree" or self.case.ambiguous
+        if self.case.expect == LSE_ONLY:
+            return self.direct == ["kv_gather"]
         return self.outcome == "rewritten"
 
     def __str__(self) -> str:

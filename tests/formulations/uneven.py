@@ -142,7 +142,7 @@ def padded_scatter(ctx, o, l):
     return sp.rs(ctx, torch.cat(parts, 1))[:, : heads[ctx.rank]]
 
 
-@case("FU-05", "U", "ol", uneven_tokens, unbacked=False)
+@case("FU-05", "U", "ol", uneven_tokens, unbacked=False, token_for_every_rank=True)
 def token_exchange(ctx, o, l):
     """Tokens that do not divide by the ranks."""
     sizes = _tokens(ctx, o.shape[0])
@@ -150,7 +150,9 @@ def token_exchange(ctx, o, l):
     return COMBINES["softmax"](O, L)
 
 
-@case("FU-05 reduced", "U", "ol", uneven_tokens, unbacked=False)
+@case(
+    "FU-05 reduced", "U", "ol", uneven_tokens, unbacked=False, token_for_every_rank=True
+)
 def token_slice(ctx, o, l):
     sizes = _tokens(ctx, o.shape[0])
     start = sum(sizes[: ctx.rank])
@@ -158,7 +160,14 @@ def token_slice(ctx, o, l):
     return x[start : start + sizes[ctx.rank]]
 
 
-@case("FU-05 tensor_split", "U", "ol", uneven_tokens, unbacked=False)
+@case(
+    "FU-05 tensor_split",
+    "U",
+    "ol",
+    uneven_tokens,
+    unbacked=False,
+    token_for_every_rank=True,
+)
 def token_tensor_split(ctx, o, l):
     O, L = sp.ag(ctx, o[None]), sp.ag(ctx, l[None])
     return COMBINES["softmax"](O, L).tensor_split(ctx.world_size, 0)[ctx.rank]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from dcp_inductor import groups
-from dcp_inductor.fx.prove import Proof
+from dcp_inductor.fx.proof import Proof
 from dcp_inductor.fx.search import find_merges
 from dcp_inductor.fx.site import MergeSite
 from tests.formulations import family_a, family_b, family_c, family_d

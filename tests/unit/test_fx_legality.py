@@ -12,7 +12,7 @@ from torch import fx
 from dcp_inductor import config
 from dcp_inductor.fx import legality
 from dcp_inductor.fx.layout import Layout
-from dcp_inductor.fx.prove import Exit, Proof
+from dcp_inductor.fx.proof import Exit, Proof
 from dcp_inductor.fx.region import Cut, Region
 from dcp_inductor.fx.site import GatherExit, GatherSite, Group, MergeSite
 from dcp_inductor.fx.trial import Hypothesis

@@ -1,0 +1,38 @@
+"""What a proof says: the meaning of a region's exits, or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from dcp_inductor.fx.layout import Layout
+from dcp_inductor.fx.trial import Hypothesis
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A node whose value is known in terms of the merge."""
+
+    node: Node
+    what: str  # "output" or "lse"
+    layout: Layout
+    lse_scale: float  # factor from an LSE in the statistics' base; 1.0 for outputs
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A merge that agreed on every trial."""
+
+    hypothesis: Hypothesis
+    exits: tuple[Exit, ...]
+    trials: int
+
+
+@dataclass(frozen=True)
+class Refuted:
+    """Why a region is not known to be a merge: a code and a sentence."""
+
+    code: str
+    reason: str
+    trials: int = 0
