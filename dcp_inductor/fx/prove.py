@@ -56,6 +56,9 @@ def prove_merge(
         return Refuted(
             "no_exchange", "the partial results meet no collective of the group"
         )
+    coarse = [v.dtype for v in map(tensor_val, region.nodes) if v is not None]
+    if any(dtype.is_floating_point and dtype.itemsize < 2 for dtype in coarse):
+        return Refuted("precision", "values are rounded to 8-bit floats on the way")
     return _Prover(region, cut, world_size, rank, weights).run()
 
 

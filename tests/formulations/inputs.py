@@ -1,5 +1,5 @@
-"""Inputs of the recipes from real attention in float64: partial results over each rank's
-shard of keys and values, and the dense result over all of them.
+"""Inputs of the recipes from real attention in float64: partial results over each
+rank's shard of keys and values, and the dense result over all of them.
 """
 
 # ruff: noqa: E741  (o and l are the letters of the formulas)
