@@ -137,6 +137,8 @@ def check_a2a_lse_reduce(
     """
     if partial_output.dim() != 3:
         _refuse("partial_output [T, H, D]", f"{partial_output.dim()} dims")
+    if not partial_output.dtype.is_floating_point:
+        _refuse("a floating-point partial_output", f"{partial_output.dtype}")
     if partial_lse.dim() != 2:
         _refuse("partial_lse [T, H]", f"{partial_lse.dim()} dims")
     if not partial_lse.dtype.is_floating_point:
@@ -156,6 +158,8 @@ def check_a2a_lse_reduce(
             "'tokens'",
             f"{len(split_sizes)} with {scatter!r}",
         )
+    if any(isinstance(size, int) and size < 0 for size in split_sizes):
+        _refuse("split_sizes of 0 or more", f"{list(split_sizes)}")
     if (seq_lens is None) != (query_start_loc is None):
         _refuse("both of seq_lens and query_start_loc or neither", "one of them")
     if scatter == "none":
