@@ -40,3 +40,10 @@ def rank(group_name: str) -> int:
 def store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store that the group was set up with, prefixed for it."""
     return c10d._world.pg_map[group][1]
+
+
+def seats() -> tuple[tuple[str, int, int], ...]:
+    """Name, size and this process's rank of every group that it is in."""
+    return tuple(
+        sorted((g.group_name, g.size(), g.rank()) for g in list(c10d._world.pg_map))
+    )

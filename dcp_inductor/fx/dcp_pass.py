@@ -18,7 +18,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dcp_inductor import config, ops, votes
+from dcp_inductor import config, groups, ops, votes
 from dcp_inductor.errors import DCPError
 from dcp_inductor.fx import report
 from dcp_inductor.fx.chain import InferenceAwarePass
@@ -70,7 +70,9 @@ class DcpPass(InferenceAwarePass):
     def uuid(self) -> Any:
         """Identity for the FX graph cache: source, versions and every knob's value."""
         with config.patch(self.config_overrides):
-            return (_source_hash(), torch.__version__, config.get_hash())
+            # Ranks may share a cache, and a graph may read differently on each of them.
+            seats = groups.seats()
+            return (_source_hash(), torch.__version__, config.get_hash(), seats)
 
     def _run(self, graph: Graph, is_inference: bool) -> None:
         start = time.perf_counter()

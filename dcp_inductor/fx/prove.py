@@ -147,7 +147,8 @@ class _Prover:
         """Repeat on other data; the first disagreement refutes."""
         trials = [Trial(seed=2, exact=self.exact), Trial(3, self.exact, skewed=True)]
         # A clamp or a threshold shows where the data lie far from ordinary.
-        scales = (1e6, 1e-6) if self.exact else (1e3, 1e-3)
+        narrow = self._value(self.cut.partial_output).dtype == torch.float16
+        scales = (1e6, 1e-6) if self.exact and not narrow else (1e3, 1e-3)
         trials += [Trial(10, self.exact, scale=scale) for scale in scales]
         if self.exact:
             trials.append(Trial(4, False))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_inductor import config, extension, groups, launch_ops
+from dcp_inductor import config, extension, groups, launch_ops, votes
 from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPTimeoutError, FaultRecord
 from dcp_inductor.runtime import layout, process, rendezvous, shm
@@ -30,10 +30,13 @@ class Membership:
     num_ubatches: int
 
 
-def join(group: dist.ProcessGroup, timeout_s: float) -> Membership | Refusal:
+def join(
+    group: dist.ProcessGroup, timeout_s: float, site: str = ""
+) -> Membership | Refusal:
     """Map the control segments of all ranks; every rank of the group must call this.
 
     Raises:
+        DCPDisagreementError: a rank refused ``site``, so it will not come.
         DCPTimeoutError: a rank did not come to the rendezvous.
     """
     if group.size() > layout.MAX_RANKS:
@@ -51,14 +54,25 @@ def join(group: dist.ProcessGroup, timeout_s: float) -> Membership | Refusal:
     # Looked up before the rendezvous, so that a build does not count as waiting.
     own = _local_refusal()
     try:
-        session = rendezvous.Session(store, group.rank(), group.size(), timeout_s)
+        session = rendezvous.Session(
+            store,
+            group.rank(),
+            group.size(),
+            timeout_s,
+            while_waiting=lambda: _compare_votes(group.group_name, site),
+        )
         return _vote(session, group.rank(), own)
     except rendezvous.PeersMissingError as error:
         record = FaultRecord(
-            op="set-up", site="", group_name=group.group_name, rank=group.rank(),
+            op="set-up", site=site, group_name=group.group_name, rank=group.rank(),
             peer=error.ranks[0], epoch_wanted=0, epoch_seen=0,
         )  # fmt: skip
         raise DCPTimeoutError(record, timeout_s) from error
+
+
+def _compare_votes(group_name: str, site: str) -> None:
+    if site:
+        votes.check(group_name, site, votes.ACCEPTED)
 
 
 def _local_refusal() -> Refusal | None:

@@ -25,10 +25,13 @@ _locks = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def workspace_for(group_name: str) -> Workspace | Refusal:
+def workspace_for(group_name: str, site: str = "") -> Workspace | Refusal:
     """This thread's workspace of a group; its first call, by all ranks, sets it up.
 
+    ``site`` is the place in a graph that asks.
+
     Raises:
+        DCPDisagreementError: a rank did not come because it refused the site.
         DCPTimeoutError: a rank did not come to the set-up.
         ValueError: the thread's micro-batch is beyond those that the group was set up
             with.
@@ -36,7 +39,7 @@ def workspace_for(group_name: str) -> Workspace | Refusal:
     group = groups.resolve(group_name)
     members = _groups.get(group)
     if members is None:
-        members = _set_up(group)
+        members = _set_up(group, site)
     if isinstance(members, Refusal):
         return members
     index = ubatch.current()
@@ -76,13 +79,13 @@ def close(group: dist.ProcessGroup) -> None:
     _groups.pop(group, None)
 
 
-def _set_up(group: dist.ProcessGroup) -> list[Workspace] | Refusal:
+def _set_up(group: dist.ProcessGroup, site: str = "") -> list[Workspace] | Refusal:
     with _lock:
         lock = _locks.setdefault(group, threading.Lock())
     with lock:
         members = _groups.get(group)
         if members is None:
-            joined = bootstrap.join(group, config.timeout_s)
+            joined = bootstrap.join(group, config.timeout_s, site)
             members = (
                 joined if isinstance(joined, Refusal) else _workspaces(group, joined)
             )

@@ -13,12 +13,14 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import Store
 
 _PREFIX = "dcp_inductor/session"
 _LONGEST_NAP_S = 0.02
+_LOOK_EVERY_S = 1.0
 
 
 class PeersMissingError(Exception):
@@ -33,9 +35,16 @@ class Session:
     """A rendezvous of all ranks of a group, in rounds."""
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, timeout_s: float
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        while_waiting: Callable[[], object] = lambda: None,
     ) -> None:
         """Open a session with all ranks.
+
+        ``while_waiting`` is called every second of a wait, and may end it by raising.
 
         Raises:
             PeersMissingError: some rank did not come within ``timeout_s``.
@@ -44,6 +53,7 @@ class Session:
         self._rank = rank
         self._world_size = world_size
         self._deadline = time.monotonic() + timeout_s
+        self._while_waiting = while_waiting
         self._rounds = 0
         self._name = self._handshake()
 
@@ -67,7 +77,7 @@ class Session:
         self._store.set(hellos[self._rank], nonce)
         offer: list[str] = []
         acknowledged = ""
-        nap = _Nap(self._deadline)
+        nap = _Nap(self._deadline, self._while_waiting)
         while True:
             if self._rank == 0:
                 seen = [self._peek(key) for key in hellos]
@@ -93,7 +103,7 @@ class Session:
                 raise PeersMissingError(self._absent(missing))
 
     def _wait_for(self, keys: list[str]) -> None:
-        nap = _Nap(self._deadline)
+        nap = _Nap(self._deadline, self._while_waiting)
         while not self._store.check(keys):
             if not nap.take():
                 raise PeersMissingError(self._absent(keys))
@@ -112,13 +122,19 @@ class Session:
 class _Nap:
     """Sleeps that grow from one call to the next, until a deadline."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, look: Callable[[], object]) -> None:
         self._deadline = deadline
         self._seconds = 0.0005
+        self._look = look
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
 
     def take(self) -> bool:
         """Sleep; False when the deadline has passed."""
-        left = self._deadline - time.monotonic()
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_EVERY_S
+            self._look()
+        left = self._deadline - now
         if left <= 0:
             return False
         time.sleep(min(self._seconds, left))

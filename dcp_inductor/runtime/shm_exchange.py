@@ -67,7 +67,7 @@ def q_gather(
     group_name: str, query: Tensor, padded_heads: int, site: str
 ) -> Tensor | Refusal:
     """``[T, h, D]`` of every rank to ``[T, H or padded_heads, D]``."""
-    workspace = registry.workspace_for(group_name)
+    workspace = registry.workspace_for(group_name, site)
     if isinstance(workspace, Refusal):
         return workspace
     key = ("q", query.shape, query.dtype, padded_heads, site)
@@ -104,7 +104,7 @@ def q_gather(
 
 def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
     """``[t, ...]`` of every rank to ``[N * t, ...]``."""
-    workspace = registry.workspace_for(group_name)
+    workspace = registry.workspace_for(group_name, site)
     if isinstance(workspace, Refusal):
         return workspace
     key = ("kv", rows.shape, rows.dtype, site)
@@ -168,7 +168,7 @@ def a2a_lse_reduce(
     site: str,
 ) -> tuple[Tensor, Tensor] | Refusal:
     """Merged output and LSE of ``[T, H, D]`` and ``[T, H]`` of every rank."""
-    workspace = registry.workspace_for(group_name)
+    workspace = registry.workspace_for(group_name, site)
     if isinstance(workspace, Refusal):
         return workspace
     key = (
