@@ -178,8 +178,8 @@ def test_ranks_that_read_one_graph_differently(
 ) -> None:
     """An error on every rank that names site and ranks, in time; never a number.
 
-    Where ranks meet before both have voted, the exchange itself tells them apart. A rank
-    that nobody disputes with waits for peers that have left, until its time runs out.
+    Where ranks meet before both have voted, the exchange itself tells them apart. A
+    rank that nobody disputes with waits for peers that have left, until its time is up.
     """
     told = world(size).run(disagree, which, late, limit_s=90)
     told_apart = ("DCPDisagreementError", "DCPMismatchError")
