@@ -31,12 +31,18 @@ class Membership:
 
 
 def join(
-    group: dist.ProcessGroup, timeout_s: float, site: str = ""
+    group: dist.ProcessGroup,
+    timeout_s: float,
+    site: str = "",
+    recovering: bool = False,
 ) -> Membership | Refusal:
     """Map the control segments of all ranks; every rank of the group must call this.
 
+    A recovery waits for ranks that have left, since they come back; and it does not
+    meet ranks that have not noticed yet that the others recover.
+
     Raises:
-        DCPDisagreementError: a rank refused ``site``, so it will not come.
+        DCPDisagreementError: a rank refused ``site`` or has left, so it will not come.
         DCPTimeoutError: a rank did not come to the rendezvous.
     """
     if group.size() > layout.MAX_RANKS:
@@ -51,6 +57,8 @@ def join(
         store = None
     if store is None:
         return Refusal("no_store", "the group has no store to meet at")
+    if recovering:
+        store = dist.PrefixStore("dcp_inductor_recovery", store)
     # Looked up before the rendezvous, so that a build does not count as waiting.
     own = _local_refusal()
     try:
@@ -59,7 +67,7 @@ def join(
             group.rank(),
             group.size(),
             timeout_s,
-            while_waiting=lambda: _compare_votes(group.group_name, site),
+            while_waiting=lambda: recovering or _compare_votes(group.group_name, site),
         )
         return _vote(session, group.rank(), own)
     except rendezvous.PeersMissingError as error:
@@ -73,6 +81,7 @@ def join(
 def _compare_votes(group_name: str, site: str) -> None:
     if site:
         votes.check(group_name, site, votes.ACCEPTED)
+    votes.check_departures(group_name, site)
 
 
 def _local_refusal() -> Refusal | None:

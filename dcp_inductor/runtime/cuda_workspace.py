@@ -9,6 +9,7 @@ captured graphs hold their addresses.
 from __future__ import annotations
 
 import ctypes
+import logging
 import secrets
 import threading
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from dcp_inductor.errors import (
 )
 from dcp_inductor.runtime import cuda_layout, rendezvous, symm_mem
 from dcp_inductor.runtime.signature import Signature, describe
+
+log = logging.getLogger(__name__)
 
 _OPS = {1: "a2a_lse_reduce", 2: "q_gather", 3: "kv_gather"}
 _TIMEOUT, _MISMATCH = 1, 2
@@ -96,6 +99,7 @@ class Workspace:
             # A peer that refused the site says more than that it did not come.
             votes.post(memory.group_name, site, votes.ACCEPTED)
             votes.check(memory.group_name, site, votes.ACCEPTED)
+        votes.check_departures(memory.group_name, site)
         raise error
 
 
@@ -120,6 +124,7 @@ class GroupMemory:
         self.sites = [""]
         self._store = groups.store(group)
         self._refused: dict[cuda_layout.ArenaLayout, Refusal] = {}
+        self._layouts_of_site: dict[str, set[cuda_layout.ArenaLayout]] = {}
         # Threads of micro-batches: the first to need an arena creates it for all.
         self._creating = threading.Lock()
 
@@ -131,6 +136,11 @@ class GroupMemory:
             for workspace in self.workspaces
             for buffer in (workspace.control, *workspace.arenas.values())
         )
+
+    def site_bytes(self, site: str) -> int:
+        """Bytes of the arenas that exchanges of ``site`` have used so far."""
+        layouts = self._layouts_of_site.get(site, set())
+        return self.num_ubatches * sum(layout.size for layout in layouts)
 
     def session(self) -> rendezvous.Session:
         """A rendezvous of all ranks.
@@ -158,16 +168,22 @@ class GroupMemory:
     def arena(
         self, workspace: Workspace, layout: cuda_layout.ArenaLayout, call: Signature
     ) -> symm_mem.SymmetricBuffer | Refusal:
-        """The arena of this layout; its first user, on all ranks, creates it."""
-        buffer = workspace.arenas.get(layout)
-        if buffer is not None:
-            return buffer
-        if layout in self._refused:
-            return self._refused[layout]
-        refuse_capture(call.op, self.group_name)
-        with self._creating:
-            made = workspace.arenas.get(layout) or self._refused.get(layout)
-            return made or self._create_arena(layout, call, workspace)
+        """The arena of this layout; its first user, on all ranks, creates it.
+
+        Raises:
+            DCPError: it would have to be created within the capture of a CUDA graph.
+            DCPMismatchError: a peer came for an arena of another exchange.
+            DCPTimeoutError: a peer did not come.
+        """
+        arena = workspace.arenas.get(layout) or self._refused.get(layout)
+        if arena is None:
+            refuse_capture(self.group_name, call)
+            with self._creating:
+                arena = workspace.arenas.get(layout) or self._refused.get(layout)
+                arena = arena or self._create_arena(layout, call, workspace)
+        if not isinstance(arena, Refusal):
+            self._layouts_of_site.setdefault(call.site, set()).add(layout)
+        return arena
 
     def _create_arena(
         self, layout: cuda_layout.ArenaLayout, call: Signature, workspace: Workspace
@@ -197,7 +213,19 @@ class GroupMemory:
             session.exchange({})
         except rendezvous.PeersMissingError as error:
             raise self.missing(error, call.op, call.site) from error
+        self._log_memory(call, layout)
         return workspace.arenas[layout]
+
+    def _log_memory(self, call: Signature, layout: cuda_layout.ArenaLayout) -> None:
+        """Say what the group holds: once at info on one rank, growth at debug."""
+        first = len(self.workspaces[0].arenas) == 1 and self.rank == 0
+        log.log(
+            logging.INFO if first else logging.DEBUG,
+            "group '%s': %d bytes of symmetric memory on each of %d GPUs, %d of them "
+            "new for %s",
+            self.group_name, self.nbytes, self.world_size,
+            self.num_ubatches * layout.size, describe(call.pack()),
+        )  # fmt: skip
 
     def recover(self) -> None:
         """Arm everything anew, in place; a collective. No launch may be under way."""
@@ -297,14 +325,28 @@ class GroupMemory:
         return _first_problem(session, problem)
 
 
-def refuse_capture(op: str, group_name: str) -> None:
-    """Raise where memory would have to be made inside the capture of a graph."""
-    if torch.cuda.is_current_stream_capturing():
+def refuse_capture(group_name: str, call: Signature | None = None) -> None:
+    """Raise where ranks would have to meet inside the capture of a CUDA graph.
+
+    ``call`` needs memory that its group does not have yet; None: the group has none.
+    """
+    # A CUDA that nobody has used captures nothing, and may not be there to ask.
+    if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+        return
+    if call is None:
         raise DCPError(
-            f"{op}: the first exchange of this kind over group '{group_name}' sets up "
-            "memory with all ranks, which cannot be captured in a CUDA graph. Run the "
-            "model once on all ranks before capturing it"
+            f"group '{group_name}' is not set up for exchanges between GPUs. That "
+            "takes all ranks and cannot be captured in a CUDA graph: call "
+            "dcp_inductor.prepare(group) on all ranks before the capture, and run what "
+            "is captured once"
         )
+    raise DCPError(
+        f"{describe(call.pack())}: group '{group_name}' has no memory yet for an "
+        "exchange of this kind and size. To make it takes all ranks and cannot be "
+        "captured in a CUDA graph: run what is captured once on all ranks, with as "
+        "many rows, before the capture (dcp_inductor.prepare sets up the group, but "
+        "does not know the sizes)"
+    )
 
 
 def _first_problem(session: rendezvous.Session, problem: str) -> Refusal | None:

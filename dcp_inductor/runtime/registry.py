@@ -8,7 +8,7 @@ import weakref
 
 import torch.distributed as dist
 
-from dcp_inductor import config, groups
+from dcp_inductor import config, groups, votes
 from dcp_inductor.capability import Refusal
 from dcp_inductor.runtime import bootstrap, cuda_registry, layout, ubatch
 from dcp_inductor.runtime.workspace import Workspace
@@ -71,7 +71,8 @@ def recover(group: dist.ProcessGroup | None = None) -> None:
         for workspace in members:
             workspace.mark_dead("recover() was called")
     if not cuda_registry.recover(group) or members is not None:
-        _set_up(group)
+        _set_up(group, recovering=True)
+    votes.recovered(group)
 
 
 def close(group: dist.ProcessGroup) -> None:
@@ -79,13 +80,15 @@ def close(group: dist.ProcessGroup) -> None:
     _groups.pop(group, None)
 
 
-def _set_up(group: dist.ProcessGroup, site: str = "") -> list[Workspace] | Refusal:
+def _set_up(
+    group: dist.ProcessGroup, site: str = "", recovering: bool = False
+) -> list[Workspace] | Refusal:
     with _lock:
         lock = _locks.setdefault(group, threading.Lock())
     with lock:
         members = _groups.get(group)
         if members is None:
-            joined = bootstrap.join(group, config.timeout_s, site)
+            joined = bootstrap.join(group, config.timeout_s, site, recovering)
             members = (
                 joined if isinstance(joined, Refusal) else _workspaces(group, joined)
             )

@@ -220,7 +220,7 @@ class Workspace:
             while status == launch_ops.PENDING:
                 now = time.monotonic()
                 self._look_for_lost_peers(op, site, now - start)
-                if site and now >= votes_at:
+                if now >= votes_at:
                     self._compare_votes(site)
                     votes_at = now + VOTES_AFTER_S
                 if now - start >= config.timeout_s:
@@ -240,9 +240,11 @@ class Workspace:
 
     def _compare_votes(self, site: str) -> None:
         try:
-            # A graph from the cache was not compiled here: no vote was cast.
-            votes.post(self.group_name, site, votes.ACCEPTED)
-            votes.check(self.group_name, site, votes.ACCEPTED)
+            if site:
+                # A graph from the cache was not compiled here: no vote was cast.
+                votes.post(self.group_name, site, votes.ACCEPTED)
+                votes.check(self.group_name, site, votes.ACCEPTED)
+            votes.check_departures(self.group_name, site)
         except DCPError:
             raise
         except RuntimeError as error:
@@ -254,6 +256,7 @@ class Workspace:
             if peer == self.rank or self._has_arrived(peer):
                 continue
             if layout.read_u32(self._controls[peer], layout.DEAD):
+                self._compare_votes(site)
                 why = f"rank {peer} has given up on the group"
             elif self._processes[peer].is_dead():
                 pid = self._processes[peer].pid
