@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dcp_inductor.explanation import explain
     from dcp_inductor.fx.dcp_pass import DcpPass
     from dcp_inductor.runtime.cuda_registry import check
+    from dcp_inductor.runtime.preparation import prepare
     from dcp_inductor.runtime.registry import recover
     from dcp_inductor.runtime.ubatch import ubatch
 
@@ -32,6 +33,7 @@ __all__ = [
     "config",
     "explain",
     "ops",
+    "prepare",
     "recover",
     "ubatch",
 ]
@@ -42,6 +44,7 @@ _LAZY = {
     "DcpPass": "dcp_inductor.fx.dcp_pass",
     "check": "dcp_inductor.runtime.cuda_registry",
     "explain": "dcp_inductor.explanation",
+    "prepare": "dcp_inductor.runtime.preparation",
     "recover": "dcp_inductor.runtime.registry",
     "ubatch": "dcp_inductor.runtime.ubatch",
 }

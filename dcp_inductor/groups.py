@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -40,6 +41,11 @@ def rank(group_name: str) -> int:
 def store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store that the group was set up with, prefixed for it."""
     return c10d._world.pg_map[group][1]
+
+
+def takes_cuda(group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives take CUDA tensors."""
+    return torch.device("cuda") in group._device_types
 
 
 def seats() -> tuple[tuple[str, int, int], ...]:
