@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dcp_inductor import backend, config
+from dcp_inductor import backend, config, groups
 from dcp_inductor.fx import report
 
 
@@ -26,11 +26,14 @@ class Explanation:
         graphs: one report per graph that was compiled; a graph break makes several.
         output: what the model returned.
         enabled: whether the rewrite was on (``config.enable``).
+        memory: bytes of symmetric memory that each group (by name) holds on this
+            rank's GPU after the run, all sites together; empty without a GPU.
     """
 
     graphs: list[report.GraphReport]
     output: Any
     enabled: bool
+    memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[report.SiteReport]:
@@ -61,7 +64,11 @@ class Explanation:
             f"rewrote {self.rewritten} of {self.found} sites in {graphs}; "
             f"the pass took {pass_ms:.1f} ms"
         )
-        return "\n".join([*_table(self.rows), summary])
+        memory = [
+            f"group '{group_name}' holds {nbytes} B of symmetric memory on this GPU"
+            for group_name, nbytes in self.memory.items()
+        ]
+        return "\n".join([*_table(self.rows), summary, *memory])
 
     __repr__ = __str__
 
@@ -105,7 +112,27 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         for key, value in options.items()
         if key.startswith("dcp_inductor.")
     }
-    return Explanation(graphs, output, config.snapshot(knobs)["enable"])
+    explanation = Explanation(graphs, output, config.snapshot(knobs)["enable"])
+    _measure(explanation)
+    return explanation
+
+
+def _measure(explanation: Explanation) -> None:
+    """Put what exchanges on this GPU really took in the place of the pass's estimate.
+
+    The payload of a site is what the pass can know. On GPUs every source rank has a
+    region of its own, rounded up, and arrival marks beside it.
+    """
+    from dcp_inductor.runtime import cuda_registry
+
+    for row in explanation.rows:
+        if row.decision != "rewritten":
+            continue
+        row.workspace_bytes = (
+            cuda_registry.site_bytes(row.group_name, row.site) or row.workspace_bytes
+        )
+        if nbytes := cuda_registry.memory_bytes(groups.resolve(row.group_name)):
+            explanation.memory[row.group_name] = nbytes
 
 
 def _compiled_with(model: Any) -> dict[str, Any]:

@@ -118,13 +118,22 @@ def memory_bytes(group: dist.ProcessGroup) -> int:
     return memory.nbytes if isinstance(memory, GroupMemory) else 0
 
 
+def site_bytes(group_name: str, site: str) -> int:
+    """Bytes of the payload memory that this rank's exchanges of a site go through.
+
+    Sites of like geometry share memory, so sites do not add up to the group's bytes.
+    """
+    memory = _groups.get(groups.resolve(group_name))
+    return memory.site_bytes(site) if isinstance(memory, GroupMemory) else 0
+
+
 def _set_up(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refusal:
     with _lock:
         lock = _locks.setdefault(group, threading.Lock())
     with lock:
         memory = _groups.get(group)
         if memory is None:
-            cuda_workspace.refuse_capture("set-up", group.group_name)
+            cuda_workspace.refuse_capture(group.group_name)
             memory = _join(group, device)
             _groups[group] = memory
             if isinstance(memory, GroupMemory):

@@ -1,0 +1,91 @@
+"""What a group holds on a GPU, counted and told; the memory itself is stood in for."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dcp_inductor.errors import DCPError
+from dcp_inductor.runtime import cuda_layout, cuda_workspace
+from dcp_inductor.runtime.cuda_workspace import GroupMemory, Workspace
+from dcp_inductor.runtime.signature import Signature
+
+CALL = Signature("kv_gather", (2, 16), "float32", "", "", "a site")
+SMALL = cuda_layout.gather_arena(cuda_layout.PACKETS, 8, 4096)
+LARGE = cuda_layout.combine_arena(cuda_layout.MARKED, 8, 256 * 16, 1024, 0)
+
+
+class Memory(GroupMemory):
+    """A group of eight whose arenas are made without peers, of no GPU's memory."""
+
+    def __init__(self, num_ubatches: int = 1) -> None:
+        group = SimpleNamespace(group_name="g", rank=lambda: 0, size=lambda: 8)
+        stores = pytest.MonkeyPatch()
+        with stores.context() as patch:
+            patch.setattr(cuda_workspace.groups, "store", lambda group: None)
+            super().__init__(group, torch.device("cpu"), num_ubatches)
+        for _ in range(num_ubatches):
+            fault = torch.zeros(cuda_layout.FAULT_WORDS, dtype=torch.int32)
+            self.workspaces.append(Workspace(self, buffer(1000), fault))
+
+    def _create_arena(self, layout, call, workspace):
+        for owner in self.workspaces:
+            owner.arenas[layout] = buffer(layout.size)
+        self._log_memory(call, layout)
+        return workspace.arenas[layout]
+
+
+def buffer(nbytes: int):
+    return SimpleNamespace(tensor=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+
+
+@pytest.mark.parametrize("num_ubatches", [1, 3])
+def test_bytes_of_a_site_and_of_the_group(num_ubatches: int) -> None:
+    memory = Memory(num_ubatches)
+    assert memory.nbytes == 1000 * num_ubatches
+    assert memory.site_bytes("a site") == 0
+    first = memory.workspaces[0]
+    for _ in range(2):  # of which the second finds what it needs
+        memory.arena(first, SMALL, CALL)
+    assert memory.site_bytes("a site") == num_ubatches * SMALL.size
+    memory.arena(first, LARGE, CALL)
+    other = Signature("kv_gather", (2, 16), "float32", "", "", "another")
+    memory.arena(first, LARGE, other)  # shared between the two
+    assert memory.site_bytes("another") == num_ubatches * LARGE.size
+    assert memory.site_bytes("a site") == num_ubatches * (SMALL.size + LARGE.size)
+    assert memory.nbytes == num_ubatches * (1000 + SMALL.size + LARGE.size)
+
+
+def test_bytes_of_a_decode_step_by_hand() -> None:
+    # Eight ranks, 256 tokens, 16 heads a rank, 512 bfloat16: two slots of eight
+    # sources, each with 4 MiB of data and an 8-byte LSE word per half-kilobyte of it.
+    data, words = 4 << 20, (4 << 20) // 512 * 8
+    assert LARGE.size == 2 * 8 * (data + words) + cuda_layout.TAIL_BYTES
+
+
+def test_memory_is_told_once_at_info(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory()
+    with caplog.at_level(logging.DEBUG, "dcp_inductor.runtime.cuda_workspace"):
+        for layout in (SMALL, LARGE):
+            memory.arena(memory.workspaces[0], layout, CALL)
+    assert [r.levelno for r in caplog.records] == [logging.INFO, logging.DEBUG]
+    first = caplog.records[0].getMessage()
+    assert f"group 'g': {1000 + SMALL.size} bytes of symmetric memory" in first
+    assert "kv_gather[2, 16] float32" in first
+
+
+def test_what_is_missing_within_a_capture_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory()
+    memory.arena(memory.workspaces[0], SMALL, CALL)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert memory.arena(memory.workspaces[0], SMALL, CALL)  # is there already
+    with pytest.raises(DCPError, match=r"kv_gather\[2, 16\].*run what is captured"):
+        memory.arena(memory.workspaces[0], LARGE, CALL)
+    with pytest.raises(DCPError, match=r"call dcp_inductor\.prepare\(group\)"):
+        cuda_workspace.refuse_capture("g")
