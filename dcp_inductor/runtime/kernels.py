@@ -15,7 +15,12 @@ from torch import Tensor
 
 from dcp_inductor import config, groups, ops, reference
 from dcp_inductor.capability import Refusal
-from dcp_inductor.runtime import cuda_exchange, fallback, shm_exchange
+from dcp_inductor.runtime import (
+    collective_combine,
+    cuda_exchange,
+    fallback,
+    shm_exchange,
+)
 
 # Per device type, the module with the direct exchanges: functions named like the ops,
 # which take the group's name first and return the op's result, or a Refusal that is the
@@ -37,7 +42,7 @@ def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Te
         heads = ops.gathered_heads(query, groups.size(group_name), padded_heads)
         padding = query.new_empty((query.shape[0], heads, query.shape[2]))
         return padding.zero_() if padding.numel() else padding
-    mode = config.direct_query_gather
+    mode = config.read("direct_query_gather")
     if mode != "disable":
         direct = _direct(query)
         result = (
@@ -65,7 +70,7 @@ def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
         return rows.new_empty(
             (groups.size(group_name) * rows.shape[0], *rows.shape[1:])
         )
-    mode = config.direct_kv_gather
+    mode = config.read("direct_kv_gather")
     if mode != "disable":
         direct = _direct(rows)
         result = (
@@ -116,7 +121,7 @@ def a2a_lse_reduce(
         "seq_lens": seq_lens,
         "query_start_loc": query_start_loc,
     }
-    mode = config.direct_combine
+    mode = config.read("direct_combine")
     if mode != "disable":
         direct = _direct(partial_output)
         result = (
@@ -129,6 +134,10 @@ def a2a_lse_reduce(
         if not isinstance(result, Refusal):
             return result
         fallback.take("a2a_lse_reduce", "direct_combine", mode, group_name, result)
+    if partial_output.is_cuda:
+        return collective_combine.packed_all_to_all(
+            partial_output, partial_lse, group_name, **options
+        )
     return reference.a2a_lse_reduce(partial_output, partial_lse, group_name, **options)
 
 

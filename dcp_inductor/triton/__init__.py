@@ -1,0 +1,3 @@
+"""Triton kernels around the collectives; the one home of ``triton``, never imported
+with the package.
+"""
