@@ -140,6 +140,24 @@ def arguments(overrides: Mapping[str, Any]) -> Iterator[None]:
         _arguments.reset(token)
 
 
+def read(name: str) -> Any:
+    """The knob as it stands in this thread: ``getattr(config, name)``, but quicker.
+
+    An exchange reads a knob within its few microseconds, and most knobs are never set.
+    """
+    overrides = _arguments.get()
+    if name in overrides:
+        return overrides[name]
+    entry = _entries[name]
+    override = entry.user_override
+    if isinstance(override, contextvars.ContextVar):  # newer torch
+        override = override.get()
+    if override is not _UNSET or entry.env_value_force is not _UNSET:
+        return getattr(_this, name)
+    base = entry.env_value_default
+    return entry.default if base is _UNSET else base
+
+
 def snapshot(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """All knobs as they stand in this thread, with ``overrides`` on top of them."""
     return {name: getattr(_this, name) for name in names()} | dict(overrides or {})
@@ -213,3 +231,5 @@ types.ModuleType.__setattr__(_this, "__class__", _Knobs)
 for _name in names():
     if _text := os.environ.get(env_name(_name)):
         _this._config[_name].env_value_default = _parse(_name, _text)
+_entries: dict[str, Any] = _this._config
+_UNSET: Any = _config_module._UNSET_SENTINEL

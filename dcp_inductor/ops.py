@@ -13,7 +13,9 @@ Shapes: T tokens, N ranks, h = heads of a rank, H = N * h heads, D head dim.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import torch
@@ -274,18 +276,21 @@ def _(token, group_name, site, reason):
 # Implementations: the runtime is imported inside the dispatched bodies only.
 
 
-def _q_gather(query, token, group_name, *, padded_heads=0, site=""):
+@functools.cache
+def _kernels() -> ModuleType:
     from dcp_inductor.runtime import kernels
 
-    return kernels.q_gather(query, group_name, padded_heads, site), torch.empty_like(
-        token
-    )
+    return kernels
+
+
+def _q_gather(query, token, group_name, *, padded_heads=0, site=""):
+    gathered = _kernels().q_gather(query, group_name, padded_heads, site)
+    return gathered, torch.empty_like(token)
 
 
 def _kv_gather(rows, token, group_name, *, site=""):
-    from dcp_inductor.runtime import kernels
-
-    return kernels.kv_gather(rows, group_name, site), torch.empty_like(token)
+    gathered = _kernels().kv_gather(rows, group_name, site)
+    return gathered, torch.empty_like(token)
 
 
 def _a2a_lse_reduce(
@@ -304,9 +309,7 @@ def _a2a_lse_reduce(
     query_start_loc=None,
     site="",
 ):
-    from dcp_inductor.runtime import kernels
-
-    output, lse = kernels.a2a_lse_reduce(
+    output, lse = _kernels().a2a_lse_reduce(
         partial_output,
         partial_lse,
         group_name,

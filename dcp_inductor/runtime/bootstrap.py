@@ -61,6 +61,11 @@ def join(
         store = dist.PrefixStore("dcp_inductor_recovery", store)
     # Looked up before the rendezvous, so that a build does not count as waiting.
     own = _local_refusal()
+
+    def look() -> None:
+        if not recovering:
+            _compare_votes(group.group_name, site)
+
     try:
         session = rendezvous.Session(
             store,

@@ -143,13 +143,10 @@ def _gather(
     op: str,
     site: str,
 ) -> None:
-    def launch(resume: bool) -> int:
-        return launch_ops.shm_gather(
-            source, output, plan.table, plan.signature, plan.rank_stride,
-            plan.token_stride, resume,
-        )  # fmt: skip
-
-    workspace.run(launch, op, site)
+    arguments = (
+        source, output, plan.table, plan.signature, plan.rank_stride, plan.token_stride,
+    )  # fmt: skip
+    workspace.run(launch_ops.shm_gather, arguments, op, site)
 
 
 def a2a_lse_reduce(
@@ -195,15 +192,12 @@ def a2a_lse_reduce(
     source = _rows_dense(partial_output)
     lengths = _as_lengths(seq_lens)
     starts = _as_lengths(query_start_loc)
-
-    def launch(resume: bool) -> int:
-        return launch_ops.shm_a2a_lse_reduce(
-            source, partial_lse, lengths, starts, output, lse if return_lse else None,
-            plan.table, plan.signature, plan.part, scatter == "none", is_lse_base_on_e,
-            full_lse, resume,
-        )  # fmt: skip
-
-    workspace.run(launch, "a2a_lse_reduce", site)
+    arguments = (
+        source, partial_lse, lengths, starts, output, lse if return_lse else None,
+        plan.table, plan.signature, plan.part, scatter == "none", is_lse_base_on_e,
+        full_lse,
+    )  # fmt: skip
+    workspace.run(launch_ops.shm_a2a_lse_reduce, arguments, "a2a_lse_reduce", site)
     return output, lse
 
 

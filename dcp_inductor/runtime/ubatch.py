@@ -6,12 +6,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_state = threading.local()
+
+class _State(threading.local):
+    index = 0
+
+
+_state = _State()
 
 
 def current() -> int:
     """The micro-batch of this thread, 0 unless it is within :func:`ubatch`."""
-    return getattr(_state, "index", 0)
+    return _state.index
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,7 @@ PATIENCE_S = 0.1
 # Votes are read after this much waiting, and then as often.
 VOTES_AFTER_S = 1.0
 _SPIN_S = 50e-6
+_DONE = launch_ops.DONE
 _ANSWER = b"answer "
 
 
@@ -82,8 +83,10 @@ class Workspace:
         """Number of the last exchange that this rank began."""
         return layout.read_u32(self._controls[self.rank], layout.EPOCH)
 
-    def run(self, launch: Callable[[bool], int], op: str, site: str) -> None:
-        """Make one exchange: ``launch(resume)`` until it is done.
+    def run(
+        self, launch: Callable[..., int], arguments: Sequence[Any], op: str, site: str
+    ) -> None:
+        """Make one exchange: ``launch(*arguments, resume)`` until it is done.
 
         Raises:
             DCPTimeoutError: a peer did not arrive in time, has ended, or has given up.
@@ -99,9 +102,9 @@ class Workspace:
                 "own with dcp_inductor.ubatch(index)"
             )
         try:
-            status = launch(False)
-            if status != launch_ops.DONE:
-                self._settle(launch, status, op, site)
+            status = launch(*arguments, False)
+            if status != _DONE:
+                self._settle(lambda: launch(*arguments, True), status, op, site)
         finally:
             self._busy.release()
 
@@ -128,12 +131,8 @@ class Workspace:
 
     def agree(self, call: Signature) -> None:
         """Exchange without payload: all ranks have the same signature, or all raise."""
-        words = as_tensor(call.pack())
-
-        def launch(resume: bool) -> int:
-            return launch_ops.shm_agree(self._header_table, words, True, resume)
-
-        self.run(launch, call.op, call.site)
+        arguments = (self._header_table, as_tensor(call.pack()), True)
+        self.run(launch_ops.shm_agree, arguments, call.op, call.site)
 
     def mark_dead(self, reason: str) -> None:
         """No exchange can be made any more; peers that wait for this rank are told."""
@@ -190,11 +189,7 @@ class Workspace:
         text = f"no {failure}" if failure else f"yes {answer}"
         packed = (_ANSWER + text.encode())[: layout.SIGNATURE_BYTES]
         words = as_tensor(packed.ljust(layout.SIGNATURE_BYTES, b"\0"))
-
-        def launch(resume: bool) -> int:
-            return launch_ops.shm_agree(self._header_table, words, False, resume)
-
-        self.run(launch, op, site)
+        self.run(launch_ops.shm_agree, (self._header_table, words, False), op, site)
         answers, refusal = [], None
         for rank in range(self.world_size):
             said = self._published(rank)
@@ -212,7 +207,7 @@ class Workspace:
         return bytes(self._controls[rank][start : start + layout.SIGNATURE_BYTES])
 
     def _settle(
-        self, launch: Callable[[bool], int], status: int, op: str, site: str
+        self, resume: Callable[[], int], status: int, op: str, site: str
     ) -> None:
         start = time.monotonic()
         votes_at = start + VOTES_AFTER_S
@@ -228,7 +223,7 @@ class Workspace:
                     raise DCPTimeoutError(
                         self._record(op, site, peer), config.timeout_s
                     )
-                status = launch(True)
+                status = resume()
         except BaseException as error:
             # This rank has published and will not finish the call: epochs differ from
             # here on.

@@ -191,3 +191,28 @@ def test_the_readme_lists_every_knob_with_its_default(root: Path) -> None:
         (n, repr(config.default(n)), config.env_name(n)) for n in config.names()
     ]
     assert rows == expected
+
+
+@pytest.mark.parametrize("name", config.names())
+def test_the_quick_read_is_the_attribute(name: str) -> None:
+    other = OTHER[name][1]
+
+    def both() -> Any:
+        assert config.read(name) == getattr(config, name)
+        return config.read(name)
+
+    assert both() == config.default(name)
+    with config.patch(**{name: other}):
+        assert both() == other
+        with config.arguments({name: config.default(name)}):
+            assert both() == config.default(name)
+    assert both() == config.default(name)
+    setattr(config, name, other)
+    assert both() == other
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(both()))
+    thread.start()
+    thread.join()
+    assert seen == [other]
+    code = f"print(config.read({name!r}) == config.{name} == {other!r})"
+    assert in_process(code, **{name: OTHER[name][0]}) == "True"
