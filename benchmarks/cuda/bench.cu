@@ -3,7 +3,7 @@
 // share one chip and its memory: this shows launches, instructions and memory traffic, and not the
 // latency or bandwidth of a link.
 //
-//   bench OUT.json [quick|full|sweep]
+//   bench OUT.json [quick|full|sweep] [N]
 
 #include <cuda_bf16.h>
 
@@ -268,10 +268,10 @@ std::vector<CombineVariant> combine_variants(bool sweep, int tokens) {
   return variants;
 }
 
-void bench_combine(bool sweep, const std::vector<int>& tokens) {
+void bench_combine(bool sweep, const std::vector<int>& ranks, const std::vector<int>& tokens) {
   std::printf("\ncombine, bf16, D = 512: us per call (all ranks concurrently)\n");
   for (int heads : {32, 128}) {
-    for (int n : {2, 4, 8}) {
+    for (int n : ranks) {
       CombineBench bench(n, tokens.back(), heads);
       for (int t : tokens) {
         double base = 0, best_lamport = 1e9, best_tiled = 1e9;
@@ -430,9 +430,11 @@ int main(int argc, char** argv) {
 
   std::vector<int> tokens = {1, 2, 4, 8, 16, 32, 64, 128, 256};
   if (mode == "quick") tokens = {1, 8, 16, 64, 256};
-  bench_combine(sweep, tokens);
+  std::vector<int> ranks = {2, 4, 8};
+  if (argc > 3) ranks = {std::atoi(argv[3])};
+  bench_combine(sweep, ranks, tokens);
   std::printf("\ngathers of 1152-byte rows: us per call, %% of copy bandwidth\n");
-  for (int n : {2, 4, 8}) {
+  for (int n : ranks) {
     for (int t : tokens) bench_gather(true, n, t, 128 / n, copy_tbps);
     for (int rows : {4096, 65536}) bench_gather(false, n, rows / n, 1, copy_tbps);
     bench_gather(false, n, 4096, 1, copy_tbps);

@@ -72,7 +72,7 @@ def join(
             group.rank(),
             group.size(),
             timeout_s,
-            while_waiting=lambda: recovering or _compare_votes(group.group_name, site),
+            while_waiting=look,
         )
         return _vote(session, group.rank(), own)
     except rendezvous.PeersMissingError as error:

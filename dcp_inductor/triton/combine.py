@@ -268,6 +268,7 @@ def weigh(
     by_tokens: bool,
     is_lse_base_on_e: bool,
     with_lse: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's rows times their share of the sum over ranks; and the merged LSE.
 
@@ -275,13 +276,15 @@ def weigh(
         partial: ``[T, H, D]``, any strides. ``[T, H, 0]`` gives the LSE alone.
         gathered: fp32 ``[N, T, H]``, contiguous, with -inf for empty shards.
         peers: destinations that take equal parts of the heads (or tokens).
+        into: where the rows go, contiguous; default: a new tensor.
 
     Returns:
         The rows ``[peers, rows of a peer, D]`` and, if asked for, the LSE ``[T, H]``.
     """
     num_tokens, num_heads, head_dim = partial.shape
     num_rows = num_tokens * num_heads
-    weighted = partial.new_empty((peers, num_rows // peers, head_dim))
+    shape = (peers, num_rows // peers, head_dim)
+    weighted = partial.new_empty(shape) if into is None else into.view(shape)
     lse = gathered.new_empty((num_tokens, num_heads)) if with_lse else None
     rows, block = _block(num_rows, head_dim)
     with _on_device(gathered):

@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,43 +26,11 @@ from torch import Tensor
 
 from dcp_inductor import config, ops
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BLOCKS, _DIRECT_CALLS, _BASELINE_CALLS, _WARM_UP = 10, 20, 3, 3
 _LIMIT_S = 600.0
 
 _graph_ops = torch.ops._c10d_functional
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark from command line arguments; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dcp_inductor bench",
-        description="Time the direct exchanges against the collectives they replace.",
-    )
-    parser.add_argument("--device", choices=("cpu",), default="cpu")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="T")
-    parser.add_argument(
-        "--heads", type=int, default=32, metavar="H", help="of all ranks"
-    )
-    parser.add_argument("--head-dim", type=int, default=512, metavar="D")
-    parser.add_argument("--query-dim", type=int, default=576, metavar="D")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    options = parser.parse_args(arguments)
-    if options.ranks < 1 or options.heads % options.ranks or min(options.tokens) < 1:
-        parser.error(
-            f"expected a multiple of --ranks {options.ranks} as --heads and at least "
-            f"one token, got {options.heads} heads and {options.tokens} tokens"
-        )
-    rows = run(options)
-    machine = _machine()
-    print(table(rows, machine))
-    if options.json:
-        report = {"rows": rows, "machine": machine}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -95,9 +63,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
+def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     """The rows for people."""
-    lines = [", ".join(f"{name}: {value}" for name, value in machine.items()), ""]
+    lines = [", ".join(f"{name}: {value}" for name, value in facts.items()), ""]
     form = "{:<16}{:>3}{:>5}{:>5}{:>5}  {:<6}{:>11}{:>14}{:>8}"
     lines.append(
         form.format(
@@ -111,7 +79,8 @@ def table(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """What the times depend on."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -153,7 +122,7 @@ def _rows(rank: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     group = _group_name()
     token = torch.empty(0)
     size, heads = options.ranks, options.heads
-    dtype = _DTYPES[options.dtype]
+    dtype = DTYPES[options.dtype]
     for tokens in options.tokens:
         generator = torch.Generator().manual_seed(rank)
         output = torch.randn(tokens, heads, options.head_dim, generator=generator)

@@ -1,0 +1,77 @@
+"""``python -m dcp_inductor bench``: times the direct exchanges and their alternatives.
+
+Each way of measuring is a module with ``run``, ``table`` and ``machine``: ``cpu`` over
+shared memory, ``gpus`` with a process a GPU, ``virtual`` with N ranks on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dcp_inductor.bench import cpu
+
+_TOKENS = {"cpu": (1, 2, 4, 8, 16, 32, 64), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+_HEADS = {"cpu": 32, "cuda": 128}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark from command line arguments; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dcp_inductor bench",
+        description="Time the direct exchanges against the collectives they replace.",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument(
+        "--ranks", type=int, metavar="N", help="processes; with cuda, a GPU each"
+    )
+    ranks.add_argument(
+        "--virtual-ranks", type=int, metavar="N",
+        help="streams of one process that share one GPU (needs nvcc and a checkout)",
+    )  # fmt: skip
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="T")
+    parser.add_argument("--heads", type=int, metavar="H", help="of all ranks")
+    parser.add_argument("--head-dim", type=int, default=512, metavar="D")
+    parser.add_argument("--query-dim", type=int, default=576, metavar="D")
+    parser.add_argument("--dtype", choices=tuple(cpu.DTYPES), default="bf16")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    options = parser.parse_args(arguments)
+    options.tokens = options.tokens or _TOKENS[options.device]
+    options.heads = options.heads or _HEADS[options.device]
+    if options.virtual_ranks is not None:
+        return _virtual(parser, options)
+    options.ranks = 2 if options.ranks is None else options.ranks
+    if options.ranks < 1 or options.heads % options.ranks or min(options.tokens) < 1:
+        parser.error(
+            f"expected a multiple of --ranks {options.ranks} as --heads and at least "
+            f"one token, got {options.heads} heads and {options.tokens} tokens"
+        )
+    if options.device == "cpu":
+        rows, machine = cpu.run(options), cpu.machine()
+        print(cpu.table(rows, machine))
+    else:
+        from dcp_inductor.bench import gpus
+
+        problem = gpus.refusal(options)
+        if problem:
+            parser.error(problem)
+        rows, machine = gpus.run(options)
+        print(gpus.table(rows, machine))
+    if options.json:
+        report = {"rows": rows, "machine": machine}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _virtual(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from dcp_inductor.bench import virtual
+
+    if options.device != "cuda" or options.virtual_ranks not in virtual.RANKS:
+        parser.error(
+            f"expected --device cuda and one of {virtual.RANKS} as --virtual-ranks, "
+            f"got {options.device} and {options.virtual_ranks}"
+        )
+    return virtual.run(options.virtual_ranks, options.json)

@@ -1,0 +1,191 @@
+"""What only several GPUs show: a process on each, NCCL beside direct exchanges."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from dcp_inductor import config, ops, reference
+from dcp_inductor.backend import dcp_inductor as backend
+from dcp_inductor.errors import DCPTimeoutError
+from dcp_inductor.runtime import cuda_registry
+from tests.cuda import worlds
+from tests.cuda.test_collective_combine import nccl_group
+from tests.cuda.worlds import TOKEN
+from tests.support import fallbacks
+
+pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu, pytest.mark.timeout(600)]
+
+
+def world_size() -> int:
+    """A rank for each GPU, as many as the kernels take."""
+    return 1 << (min(torch.cuda.device_count(), 16).bit_length() - 1)
+
+
+def uuids(rank: int, size: int) -> str:
+    device = torch.cuda.current_device()
+    for peer in range(size):
+        assert peer == device or torch.cuda.can_device_access_peer(device, peer)
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def test_every_rank_has_a_gpu_of_its_own_and_reaches_the_others() -> None:
+    size = world_size()
+    assert len(set(worlds.run(size, uuids))) == size
+
+
+def skewed(rank: int, size: int, replays: int) -> tuple[int, int]:
+    """Replays with random delays, each checked on the device; counts what differs."""
+    name = nccl_group(size).group_name
+    tokens, heads, dim = 4, 2 * size, 64
+    ranks = torch.arange(size, device="cuda").view(size, 1, 1, 1)
+    cell = torch.arange(tokens * heads * dim, device="cuda").view(tokens, heads, dim)
+    call = torch.zeros((), dtype=torch.int64, device="cuda")
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+
+    def every() -> tuple[torch.Tensor, torch.Tensor]:
+        """All ranks' inputs of this call, which every rank can work out."""
+        values = (cell * 7 + ranks * 13 + call * 5) % 251
+        lses = ((values[..., 0] + call) % 9 - 4).float()
+        return values.to(torch.bfloat16), lses.masked_fill(lses == -4, -torch.inf)
+
+    def step() -> None:
+        call.add_(1)
+        outputs, lses = every()
+        merged = ops.a2a_lse_reduce(outputs[rank], lses[rank], TOKEN, name)[0]
+        rows = ops.kv_gather(outputs[rank], TOKEN, name)[0]
+        exact = reference.merge(outputs, lses)[0].chunk(size, 1)[rank]
+        close = (merged.float() - exact).abs() <= 8e-3 * exact.abs() + 1e-5
+        wrong[0] += (~close).sum()
+        wrong[1] += (rows != outputs.flatten(0, 1)).sum()
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(3):  # an odd number: slots must not follow the host
+            step()
+    delays = random.Random(rank)
+    for i in range(replays):
+        if delays.random() < 0.3:
+            torch.cuda._sleep(delays.randrange(1, 60_000))
+        graph.replay()
+        if i % 500 == 0:
+            torch.cuda.synchronize()
+            cuda_registry.check()
+    torch.cuda.synchronize()
+    cuda_registry.check()
+    assert call.item() == 1 + 3 * replays
+    assert not fallbacks(), fallbacks()
+    return wrong[0].item(), wrong[1].item()
+
+
+def test_ten_thousand_replays_with_skew_are_right() -> None:
+    for wrong in worlds.run(world_size(), skewed, 10_000, limit_s=300):
+        assert wrong == (0, 0)
+
+
+def example_model(rank: int, size: int, prompts: list[list[int]]) -> tuple[float, int]:
+    """The example in bf16, TP = DCP = N over NCCL: eager against compiled."""
+    from examples.mla_lm.demo import CHECKPOINT
+    from examples.mla_lm.generate import compile_step, generate
+    from examples.mla_lm.model import load_model
+    from examples.mla_lm.parallel import create_layout
+
+    torch._dynamo.reset()
+    counters.clear()
+    group = nccl_group(size)
+    layout = dataclasses.replace(create_layout(size), tp_group=group, dcp_group=group)
+    model = load_model(CHECKPOINT, layout, torch.bfloat16).to("cuda")
+    compiled = compile_step(model, backend)
+
+    def step(*inputs: object) -> torch.Tensor:
+        # Dynamo of torch 2.11 cannot look through the mode of a default device.
+        torch.set_default_device(None)
+        try:
+            return compiled(*inputs)
+        finally:
+            torch.set_default_device("cuda")
+
+    torch.set_default_device("cuda")
+    try:
+        eager = generate(model, prompts, 6)
+        fused = generate(model, prompts, 6, step=step)
+    finally:
+        torch.set_default_device(None)
+    same = 0
+    pairs = list(zip(eager.tokens, fused.tokens, strict=True))
+    while same < 6 and all(a[same] == b[same] for a, b in pairs):
+        same += 1
+    # Greedy choices may part in bf16; up to there the steps must be equal.
+    assert same >= 2, pairs
+    difference = max(
+        float((eager.logits[i].float() - fused.logits[i].float()).abs().max())
+        for i in range(min(same + 1, 6))
+    )
+    assert not fallbacks(), fallbacks()
+    return difference, counters["dcp_inductor"]["rewritten"]
+
+
+def test_example_model_over_nccl() -> None:
+    prompts = [[1, 2, 3], list(range(10, 30))]
+    size = min(world_size(), 4)  # its heads are few
+    for difference, rewritten in worlds.run(size, example_model, prompts, limit_s=500):
+        assert rewritten > 0
+        assert difference < 0.25, difference
+
+
+def killed(rank: int, size: int, limit_s: float) -> tuple[float, int]:
+    group = dist.new_group(list(range(size)))
+    row = torch.full((2, 64), float(rank), device="cuda")
+    ops.kv_gather(row, TOKEN, group.group_name)
+    torch.cuda.synchronize()
+    with config.patch(timeout_s=limit_s):
+        ops.kv_gather(row, TOKEN, group.group_name)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            ops.kv_gather(row, TOKEN, group.group_name)
+        for _ in range(100):
+            graph.replay()
+        torch.cuda.synchronize()
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        graph.replay()
+        torch.cuda.synchronize()
+        waited = time.monotonic() - began
+        with pytest.raises(DCPTimeoutError) as raised:
+            cuda_registry.check(group)
+    assert raised.value.record.peer == size - 1, raised.value.record
+    ones = torch.ones(1024, 1024, device="cuda")
+    assert (ones @ ones)[0, 0].item() == 1024
+    return waited, os.getpid()
+
+
+def gathered(rank: int, size: int) -> float:
+    row = torch.full((2, 64), float(rank), device="cuda")
+    total = ops.kv_gather(row, TOKEN, worlds.name())[0].sum().item()
+    cuda_registry.check()
+    return total
+
+
+def test_a_killed_rank_is_a_timeout_and_the_gpus_go_on() -> None:
+    size, limit_s = world_size(), 4.0
+    world = worlds.cuda_world(size)
+    outcomes = world.outcomes(killed, limit_s, limit_s=60, may_die=(size - 1,))
+    for ok, told in outcomes[:-1]:
+        assert ok, told
+        assert limit_s - 0.5 < told[0] < limit_s + 3, told
+    assert not outcomes[-1][0]
+    world.close()
+    expected = 128.0 * sum(range(size))
+    assert worlds.run(size, gathered, limit_s=400) == [expected] * size
