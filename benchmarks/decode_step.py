@@ -86,8 +86,7 @@ def work(rank: int, size: int, directory: str) -> None:
             torch.manual_seed(2 + rank)
             local = context // BATCH // size
             cache = torch.randn(BATCH, local, KV_RANK + ROPE, device="cuda").bfloat16()
-            single: dict[str, replays.Captured] = {}
-            several: dict[str, replays.Captured] = {}
+            graphs: dict[str, tuple[replays.Captured, replays.Captured]] = {}
             for name, backend in (("before", "inductor"), ("after", dcp_inductor)):
                 step = torch.compile(layer, backend=backend, dynamic=False)
 
@@ -98,16 +97,15 @@ def work(rank: int, size: int, directory: str) -> None:
                     call()
                 torch.cuda.synchronize()
                 dist.barrier(hosts)
-                single[name] = replays.capture(call, 1)
-                several[name] = replays.capture(call, replays.CALLS)
-                several[name].graph.replay()
+                graphs[name] = replays.both(call)
+                graphs[name][1].graph.replay()
                 torch.cuda.synchronize()
-            before, after = (one.result.float() for one in several.values())
+            before, after = (pair[1].result.float() for pair in graphs.values())
             difference = float((before - after).norm() / before.norm())
             if not difference < 1e-2:
                 raise AssertionError(f"the rewrite changes the result by {difference}")
             times = replays.medians(
-                single, several,
+                graphs,
                 lambda: ops.kv_gather(marker, token, group.group_name),
                 lambda: dist.barrier(hosts),
             )  # fmt: skip
@@ -118,7 +116,7 @@ def work(rank: int, size: int, directory: str) -> None:
                     "relative_difference": difference,
                 }
             )  # fmt: skip
-            del single, several
+            del graphs
     Path(directory, f"{rank}.json").write_text(json.dumps(rows))
     dist.barrier(hosts)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Latency of the exchanges between GPUs: one process each, NCCL, captured graphs.
 
 Every variant's result is compared with the reference before its time counts. The
-variants take turns; a time is the slowest rank's (t_20 - t_1) / 19, of medians. Floors
+variants take turns; a time is the slowest rank's (t_24 - t_4) / 20, of medians. Floors
 stand beside: an empty launch, and the bytes that a rank receives over what a copy from
 a peer reaches while all ranks copy.
 """
@@ -9,6 +9,7 @@ a peer reaches while all ranks copy.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import subprocess
 import tempfile
@@ -110,7 +111,7 @@ def _machine() -> dict[str, Any]:
         "driver": driver,
         "torch": torch.__version__,
         "nccl": nccl,
-        "calls": replays.CALLS,
+        "triton": importlib.metadata.version("triton"),
     }
 
 
@@ -198,8 +199,7 @@ class _Bench:
         shape: Row,
         received: int,
     ) -> list[Row]:
-        single: dict[str, replays.Captured] = {}
-        several: dict[str, replays.Captured] = {}
+        graphs: dict[str, tuple[replays.Captured, replays.Captured]] = {}
         errors = dict.fromkeys(calls, "")
         for name, call in calls.items():
             problem = ""
@@ -207,9 +207,8 @@ class _Bench:
                 with variants.one_kernel_for_all(name):
                     call()
                 torch.cuda.synchronize()
-                single[name] = replays.capture(call, 1)
-                several[name] = replays.capture(call, replays.CALLS)
-                for captured in (single[name], several[name]):
+                graphs[name] = replays.both(call)
+                for captured in graphs[name]:
                     captured.graph.replay()
                     torch.cuda.synchronize()
                     if not _same(op, captured.result, wanted, self._size):
@@ -221,9 +220,8 @@ class _Bench:
             dist.all_gather_object(said, problem, group=self._hosts)
             errors[name] = next(filter(None, said), "")
             if errors[name]:
-                single.pop(name, None)
-                several.pop(name, None)
-        times = replays.medians(single, several, self._align, self._meet)
+                graphs.pop(name, None)
+        times = replays.medians(graphs, self._align, self._meet)
         torch.cuda.synchronize()
         if self._baseline is not None and self._baseline.faulty():
             raise RuntimeError("a wait of the four-launch combine ran out")
@@ -253,32 +251,25 @@ class _Bench:
         from dcp_inductor.runtime import symm_mem
         from dcp_inductor.triton import combine
 
-        device = self._marker.device
-        tensor = symm_mem.allocate(_COPY_BYTES, device)
-        mine = torch.randint(0, 255, (_COPY_BYTES,), dtype=torch.uint8, device=device)
+        tensor = symm_mem.allocate(_COPY_BYTES, self._marker.device)
+        mine = torch.randint(0, 255, tensor.shape, dtype=torch.uint8, device="cuda")
         tensor.copy_(mine)
-        other = mine.clone()
         buffer = symm_mem.SymmetricBuffer(tensor, self._group)
         peer = buffer.of_peer((self._rank + 1) % self._size, 0, _COPY_BYTES)
         calls: dict[str, Callable[[], Any]] = {
             "empty": combine.launch_empty,
-            "local": lambda: mine.copy_(other),
             "peer": lambda: mine.copy_(peer),
         }
-        for call in calls.values():
+        times: dict[str, float] = {}
+        for name, call in calls.items():
             call()
-        torch.cuda.synchronize()
-        single, several = (
-            {name: replays.capture(call, count) for name, call in calls.items()}
-            for count in (1, replays.CALLS)
-        )
-        times = replays.medians(single, several, self._align, self._meet)
+            torch.cuda.synchronize()
+            graphs = {name: replays.both(call)}
+            times |= replays.medians(graphs, self._align, self._meet)
         self._meet()
         buffer.close()
-        # Bytes per microsecond are MB/s; a local copy reads and writes.
         return {
             "empty_launch_us": round(times["empty"], 3),
-            "local_copy_tbps": round(2e-6 * _COPY_BYTES / times["local"], 3),
             "peer_copy_gbps": round(1e-3 * _COPY_BYTES / times["peer"], 1),
         }
 

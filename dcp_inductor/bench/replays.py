@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CALLS = 20
+# Several in both graphs: a graph of one launch starts in another way than longer ones.
+FEW, MANY = 4, 24
 _ROUNDS, _WARM_UP = 40, 4
 _HEAD_START_CYCLES = 800_000  # about 400 us, in which the host queues all that follows
 
@@ -35,22 +36,26 @@ def capture(call: Call, count: int) -> Captured:
     return Captured(graph, result)
 
 
+def both(call: Call) -> tuple[Captured, Captured]:
+    """The two graphs that :func:`medians` takes."""
+    return capture(call, FEW), capture(call, MANY)
+
+
 def medians(
-    calls: Mapping[str, Captured], more: Mapping[str, Captured], align: Call, meet: Call
+    graphs: Mapping[str, tuple[Captured, Captured]], align: Call, meet: Call
 ) -> dict[str, float]:
-    """Microseconds per call of each variant: (t_20 - t_1) / 19, of medians.
+    """Microseconds per call of each variant: (t_24 - t_4) / 20, of medians.
 
     Args:
-        calls: graphs of one call.
-        more: graphs of ``CALLS`` calls, by the same names.
+        graphs: of ``FEW`` and of ``MANY`` calls, by variant.
         align: queues what lets this rank's stream go on only together with its peers'.
         meet: a barrier of the hosts.
     """
     times: dict[tuple[str, int], list[float]] = {}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for turn in range(_ROUNDS + _WARM_UP):
-        for name in calls:
-            for which, captured in enumerate((calls[name], more[name])):
+        for name, pair in graphs.items():
+            for which, captured in enumerate(pair):
                 meet()
                 torch.cuda._sleep(_HEAD_START_CYCLES)
                 align()
@@ -63,6 +68,6 @@ def medians(
                     times.setdefault((name, which), []).append(elapsed)
     return {
         name: (statistics.median(times[name, 1]) - statistics.median(times[name, 0]))
-        / (CALLS - 1)
-        for name in calls
+        / (MANY - FEW)
+        for name in graphs
     }
