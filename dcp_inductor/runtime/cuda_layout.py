@@ -21,10 +21,11 @@ _TILE_UNITS = 32
 _UNIT_BYTES = 512  # what one warp moves with one 16-byte chunk a lane
 ARMED = 0xFF  # fill of words that carry their own arrival mark
 
-# Up to this many bytes of a rank's partial output, marked words beat flags by tile.
-MARKED_BYTES = 4 << 20
-# Up to this many bytes that a rank receives, packets beat flags by slice.
-PACKET_BYTES = 384 << 10
+# Up to this many bytes of a rank's partial output, marked words beat flags by tile: all
+# that was measured between two H200 over NVLink (docs/benchmarks.md).
+MARKED_BYTES = 32 << 20
+# Up to this many bytes that a rank receives, packets beat flags by slice; measured there.
+PACKET_BYTES = 128 << 10
 
 MARKED, TILED = 0, 1  # CombineKernel
 PACKETS, SLICES = 0, 1  # GatherKernel
