@@ -158,6 +158,20 @@ def read(name: str) -> Any:
     return entry.default if base is _UNSET else base
 
 
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Give a variable that torch reads another value for a while."""
+    saved = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = saved
+
+
 def snapshot(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """All knobs as they stand in this thread, with ``overrides`` on top of them."""
     return {name: getattr(_this, name) for name in names()} | dict(overrides or {})

@@ -22,6 +22,8 @@ from dcp_inductor.runtime.cuda_workspace import Workspace
 from dcp_inductor.runtime.signature import Signature
 
 _CHUNK_BYTES = 16
+_UNIT_BYTES = 512
+_MAX_PIECES = 1 << 31  # the kernels divide numbers below
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,17 @@ def _row_refusal(row_bytes: int) -> Refusal | None:
     )
 
 
+def _size_refusal(pieces: int, nbytes: int) -> Refusal | None:
+    """Why the kernels cannot count a rank's ``pieces`` of ``nbytes``, or None."""
+    if pieces < _MAX_PIECES:
+        return None
+    return Refusal(
+        "size",
+        f"expected fewer than {_MAX_PIECES} pieces of {nbytes} bytes from a rank, got "
+        f"{pieces}",
+    )
+
+
 def _table(
     workspace: Workspace,
     layout: cuda_layout.ArenaLayout,
@@ -218,8 +231,10 @@ def _plan_gather(
     total_heads: int,
     shape: tuple[int, ...],
 ) -> _GatherPlan | Refusal:
-    refusal = _row_refusal(row_bytes) or capability.rows_refusal(
-        num_rows, config.max_tokens
+    refusal = (
+        _row_refusal(row_bytes)
+        or capability.rows_refusal(num_rows, config.max_tokens)
+        or _size_refusal(num_rows * local_row_bytes // _CHUNK_BYTES, _CHUNK_BYTES)
     )
     if refusal:
         return refusal
@@ -264,6 +279,7 @@ def _plan_combine(
         )
         or capability.rows_refusal(num_tokens, config.max_tokens)
         or _row_refusal(row_bytes)
+        or _size_refusal(num_tokens * heads * -(-row_bytes // _UNIT_BYTES), _UNIT_BYTES)
     )
     if refusal:
         return refusal

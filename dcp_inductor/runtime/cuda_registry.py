@@ -169,6 +169,7 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refus
             }
         )
         refusal = bootstrap.decide(said) or _differing_settings(said)
+        memory.hidden_peers = symm_mem.hides_peers(said)
         return refusal or memory.create_controls(session) or memory
     except rendezvous.PeersMissingError as error:
         raise memory.missing(error, "symmetric memory", "") from error

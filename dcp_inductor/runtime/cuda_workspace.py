@@ -120,6 +120,7 @@ class GroupMemory:
         self.world_size = group.size()
         self.device = device
         self.num_ubatches = num_ubatches
+        self.hidden_peers = False  # set at the set-up, once all ranks' facts are known
         self.workspaces: list[Workspace] = []
         self.sites = [""]
         self._store = groups.store(group)
@@ -294,7 +295,9 @@ class GroupMemory:
         try:
             group = groups.resolve(self.group_name)
             for tensor in tensors:
-                buffers.append(symm_mem.SymmetricBuffer(tensor, group))
+                buffers.append(
+                    symm_mem.SymmetricBuffer(tensor, group, self.hidden_peers)
+                )
         except RuntimeError as error:
             problem = f"cannot share memory with the peers: {error}"
         refusal = _first_problem(session, problem)

@@ -6,10 +6,15 @@ torch's signal pads, which all users of a group share, nor multicast.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory
+
+from dcp_inductor import config
 
 
 class SymmetricBuffer:
@@ -18,11 +23,22 @@ class SymmetricBuffer:
     Args:
         tensor: uint8 ``[nbytes]``, from :func:`allocate`.
         group: its ranks all construct one, in the same order.
+        hidden_peers: :func:`hides_peers` of the ranks' facts.
     """
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, tensor: Tensor, group: dist.ProcessGroup, hidden_peers: bool = False
+    ) -> None:
         self.tensor = tensor
-        self._handle = _symmetric_memory.rendezvous(tensor, group)
+        # torch tells GPUs apart by their index in each process, and refuses two of one
+        # index as one GPU. This variable is its way to be told otherwise.
+        allow = (
+            config.environment("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+            if hidden_peers
+            else contextlib.nullcontext()
+        )
+        with allow:
+            self._handle = _symmetric_memory.rendezvous(tensor, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
 
     def of_peer(self, rank: int, start: int, nbytes: int) -> Tensor:
@@ -49,6 +65,18 @@ def facts(device: torch.device) -> dict[str, str]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "device_uuid": str(properties.uuid),
+        "device_index": str(device.index),
         "capability": f"{properties.major}.{properties.minor}",
         "symmetric_memory": str(_symmetric_memory.get_backend(device)),
     }
+
+
+def hides_peers(said: Sequence[dict[str, str]]) -> bool:
+    """Whether ranks call different GPUs by one index, as where each sees only its own.
+
+    Args:
+        said: the :func:`facts` of all ranks.
+    """
+    uuids = {facts["device_uuid"] for facts in said}
+    indices = {facts["device_index"] for facts in said}
+    return len(uuids) == len(said) > len(indices)

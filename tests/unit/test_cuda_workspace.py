@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dcp_inductor import config
+from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPError
-from dcp_inductor.runtime import cuda_layout, cuda_workspace
+from dcp_inductor.runtime import (
+    cuda_exchange,
+    cuda_layout,
+    cuda_workspace,
+    symm_mem,
+)
 from dcp_inductor.runtime.cuda_workspace import GroupMemory, Workspace
 from dcp_inductor.runtime.signature import Signature
 
@@ -27,6 +36,7 @@ class Memory(GroupMemory):
         with stores.context() as patch:
             patch.setattr(cuda_workspace.groups, "store", lambda group: None)
             super().__init__(group, torch.device("cpu"), num_ubatches)
+        self._store = SimpleNamespace(set=lambda key, value: None)
         for _ in range(num_ubatches):
             fault = torch.zeros(cuda_layout.FAULT_WORDS, dtype=torch.int32)
             self.workspaces.append(Workspace(self, buffer(1000), fault))
@@ -39,7 +49,8 @@ class Memory(GroupMemory):
 
 
 def buffer(nbytes: int):
-    return SimpleNamespace(tensor=torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    return SimpleNamespace(tensor=tensor, addresses=[0] * 8)
 
 
 @pytest.mark.parametrize("num_ubatches", [1, 3])
@@ -89,3 +100,62 @@ def test_what_is_missing_within_a_capture_is_named(
         memory.arena(memory.workspaces[0], LARGE, CALL)
     with pytest.raises(DCPError, match=r"call dcp_inductor\.prepare\(group\)"):
         cuda_workspace.refuse_capture("g")
+
+
+def facts(*seats: tuple[str, int]) -> list[dict[str, str]]:
+    return [{"device_uuid": u, "device_index": str(index)} for u, index in seats]
+
+
+@pytest.mark.parametrize(
+    ("said", "hidden"),
+    [
+        (facts(("a", 0), ("b", 1)), False),
+        (facts(("a", 0), ("b", 0)), True),  # each rank sees its own GPU only
+        (facts(("a", 0), ("b", 1), ("c", 0)), True),
+        (facts(("a", 0), ("a", 0)), False),  # one GPU, which torch must refuse
+        (facts(("a", 0), ("a", 0), ("b", 0)), False),
+    ],
+)
+def test_gpus_are_told_apart_by_identity(said, hidden: bool) -> None:
+    assert symm_mem.hides_peers(said) is hidden
+
+
+def test_torch_is_told_only_where_it_would_confuse_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    monkeypatch.delenv(name, raising=False)
+    seen: list[str | None] = []
+
+    def rendezvous(tensor, group):
+        seen.append(os.environ.get(name))
+        return SimpleNamespace(buffer_ptrs=[1, 2])
+
+    monkeypatch.setattr(symm_mem._symmetric_memory, "rendezvous", rendezvous)
+    for hidden in (False, True):
+        symm_mem.SymmetricBuffer(torch.empty(1), None, hidden)
+        assert name not in os.environ
+    monkeypatch.setenv(name, "0")
+    symm_mem.SymmetricBuffer(torch.empty(1), None, True)
+    assert os.environ[name] == "0"
+    assert seen == [None, "1", "1"]
+
+
+def test_what_the_kernels_cannot_count_is_refused_by_shape() -> None:
+    workspace = Memory().workspaces[0]
+    with config.patch(max_tokens=1 << 30):
+        for rows, refused in (((1 << 31) // 64, True), ((1 << 31) // 64 - 1, False)):
+            call = replace(CALL, shape=(rows, 256))
+            plan = cuda_exchange._plan_gather(
+                workspace, call, cuda_layout.KV_GATHER, rows, 1024, 1024, 0, (rows, 256)
+            )
+            assert isinstance(plan, Refusal) is refused, plan
+            if refused:
+                assert plan.code == "size"
+        lse = torch.empty(1 << 22, 512, device="meta")
+        partial = torch.empty(1 << 22, 512, 256, device="meta")  # 2^31 rows
+        plan = cuda_exchange._plan_combine(
+            workspace, partial, lse, "none", (), True, False, False, torch.float32, ""
+        )
+        assert isinstance(plan, Refusal)
+        assert plan.code == "size"
