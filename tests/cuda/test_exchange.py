@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dcp_inductor
 from dcp_inductor import config, ops, reference
-from dcp_inductor.capability import Refusal
+from dcp_inductor.errors import DCPError
 from dcp_inductor.runtime import cuda_registry
 from tests.cuda import worlds
 from tests.cuda.worlds import TOKEN, draw
@@ -113,10 +114,45 @@ def layouts(rank: int, size: int) -> None:
     spread = torch.empty(*mine.shape, 2, device="cuda", dtype=mine.dtype)[..., 0]
     spread = spread.copy_(mine)
     transposed = lse.t().contiguous().t()
-    for partial in (head_major, capped, wide, shifted, spread):
+
+    def merge(partial, lse):
+        return ops.a2a_lse_reduce(partial, lse, TOKEN, name)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(merge, backend="inductor", dynamic=False)
+    for i, partial in enumerate((head_major, capped, wide, shifted, spread)):
         for each in (lse, transposed):
-            got = ops.a2a_lse_reduce(partial, each, TOKEN, name)[0]
+            got = merge(partial, each)
             close(got, exact, torch.bfloat16)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed = merge(partial, each)
+            graph.replay()
+            assert torch.equal(replayed, got)
+        assert torch.equal(compiled(partial, (lse, transposed)[i % 2]), got)
+
+
+def bases(rank: int, size: int) -> None:
+    """Two shards with LSEs 10 and 7: what each base and dtype makes of them."""
+    name = worlds.name()
+    partial = torch.full((1, size, 64), float(rank == 0), device="cuda")
+    for base_e, weight in ((True, 0.9526), (False, 0.8889)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            lse = torch.full((1, size), 10.0 if rank == 0 else 7.0, device="cuda")
+            got = ops.a2a_lse_reduce(
+                partial, lse.to(dtype), TOKEN, name, is_lse_base_on_e=base_e
+            )[0]
+            assert (got - weight).abs().max() < 1e-4, (base_e, dtype, got)
+    refused = ops.a2a_lse_reduce(
+        partial, torch.zeros(1, size, device="cuda", dtype=torch.float8_e5m2), TOKEN,
+        name,
+    )[0]  # fmt: skip
+    assert (refused - 0.5).abs().max() < 1e-6
+    assert fallbacks() == {"fallback.dtype": 1}
+
+
+def test_bases_and_dtypes_of_the_lse() -> None:
+    worlds.run(2, bases)
 
 
 def masks(rank: int, size: int) -> None:
@@ -255,26 +291,3 @@ def captured(rank: int, size: int, replays: int) -> None:
 @pytest.mark.parametrize(("size", "replays"), [(2, 40), (4, 20)])
 def test_graphs_replay_with_changing_inputs(size: int, replays: int) -> None:
     worlds.run(size, captured, replays, limit_s=300)
-
-
-def set_up_inside_capture(rank: int, size: int) -> str:
-    group = dist.new_group(list(range(size)))
-    rows = torch.ones(2, 16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError) as raised, torch.cuda.graph(graph):
-        ops.kv_gather(rows, TOKEN, group.group_name)
-    torch.cuda.synchronize()
-    # The group is none the worse for it.
-    got = ops.kv_gather(rows * rank, TOKEN, group.group_name)[0]
-    assert got.sum() == 32 * sum(range(size))
-    workspace = cuda_registry.workspace_for(group.group_name, rows.device)
-    assert not isinstance(workspace, Refusal)
-    assert cuda_registry.memory_bytes(group) > 0
-    cuda_registry.close(group)
-    assert cuda_registry.memory_bytes(group) == 0
-    return str(raised.value)
-
-
-def test_first_use_inside_a_capture_says_what_to_do() -> None:
-    for message in worlds.run(2, set_up_inside_capture):
-        assert "once on all ranks before capturing" in message
