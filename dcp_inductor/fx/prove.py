@@ -32,7 +32,7 @@ from dcp_inductor.fx.nodes import (
 )
 from dcp_inductor.fx.proof import Exit, Proof, Refuted
 from dcp_inductor.fx.region import Cut, Region
-from dcp_inductor.fx.trial import SKEW, Data, Expected, Hypothesis, Trial
+from dcp_inductor.fx.trial import ORDINARY, SKEW, Data, Expected, Hypothesis, Trial
 
 # Elements of all ranks' partial outputs in one trial; above it a proof would cost
 # seconds.
@@ -358,13 +358,16 @@ class _Prover:
         if trial.exact:
             return 1e-5, 2e-6
         most, typical = 32 * self.eps, 4 * self.eps
-        if trial.skewed:
+        if trial.skewed or self.exact:
             # An LSE of this size is only known to this much, whatever is computed from
-            # it.
+            # it, and a fold over the ranks rounds it once a rank. Ranks see different
+            # rows: what one of them must accept, none may refuse narrowly. (Where the
+            # algebra is not proven in float64, ordinary trials stay strict.)
             dtype = min(
                 (self._value(s).dtype for s in self.cut.statistics), key=_fineness
             )
-            rounding = SKEW * torch.finfo(dtype).eps
+            size = SKEW if trial.skewed else ORDINARY
+            rounding = self.world_size * size * torch.finfo(dtype).eps
             most, typical = most + 4 * rounding, typical + rounding
         return most, typical
 

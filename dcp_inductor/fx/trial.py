@@ -13,6 +13,8 @@ from torch.fx import Node
 from dcp_inductor.fx.nodes import Symbols, tensor_val
 from dcp_inductor.fx.region import Cut
 
+# Most LSEs of an ordinary trial are below this.
+ORDINARY = 8.0
 # Largest LSE of a skewed trial: exp of it and of its sum over ranks still fit in fp32.
 SKEW = 70.0
 # The same in float64, beyond any plausible clamp of an LSE.

@@ -96,6 +96,13 @@ def test_pass_on_formulation(case: Case, setting) -> None:
     assert verdict.ok, str(verdict)
 
 
+def test_ranks_judge_a_fold_of_roundings_alike() -> None:
+    """Every rank tries other rows; a tolerance that few roundings use up parts them."""
+    case = REGISTRY["FC-06 logaddexp"]
+    verdict = judging.judge(case, 4, tokens=1, form=STATIC, dtype=torch.float32)
+    assert verdict.ok, str(verdict)
+
+
 def test_collection_is_large_enough() -> None:
     recipes = [c for c in REGISTRY if c.expect != EQUAL_OR_REFUSED]
     assert len(recipes) >= 300
