@@ -24,7 +24,7 @@ ARMED = 0xFF  # fill of words that carry their own arrival mark
 # Up to this many bytes of a rank's partial output, marked words beat flags by tile: all
 # that was measured between two H200 over NVLink (docs/benchmarks.md).
 MARKED_BYTES = 32 << 20
-# Up to this many bytes that a rank receives, packets beat flags by slice; measured there.
+# Up to this many bytes that a rank receives, packets beat flags by slice; likewise.
 PACKET_BYTES = 128 << 10
 
 MARKED, TILED = 0, 1  # CombineKernel
