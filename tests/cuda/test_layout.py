@@ -98,3 +98,11 @@ def test_one_arena_serves_neighbouring_sizes() -> None:
     assert cuda_layout.gather_kernel(8, limit) == cuda_layout.PACKETS
     assert cuda_layout.gather_kernel(8, limit + 1) == cuda_layout.SLICES
     assert cuda_layout.gather_kernel(1, 1) == cuda_layout.PACKETS
+
+
+def test_the_table_of_faults_names_tests_that_exist(root: Path) -> None:
+    folder = root / "tests/cuda"
+    named = re.findall(r"`(test_\w+)`", (folder / "README.md").read_text())
+    code = "".join(path.read_text() for path in folder.glob("test_*.py"))
+    assert len(named) > 20
+    assert [name for name in named if f"def {name}(" not in code] == []
