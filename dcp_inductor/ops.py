@@ -99,6 +99,26 @@ def _(rows, token, group_name, *, site=""):
     )
 
 
+# kv_gather_publish: lets the kv_gather of the same rows, which must be the group's next
+# exchange, begin here: the rows are sent now, and only the gather waits for the peers'.
+# Changes nothing in any result; where it cannot be done it does nothing.
+_LIBRARY.define(
+    'kv_gather_publish(Tensor rows, Tensor token, str group_name, *, str site="") '
+    "-> Tensor",
+    tags=_TAGS,
+)
+kv_gather_publish = torch.ops.dcp_inductor.kv_gather_publish.default
+
+
+@torch.library.register_fake("dcp_inductor::kv_gather_publish")
+def _(rows, token, group_name, *, site=""):
+    torch._check(
+        rows.dim() >= 1, lambda: "kv_gather_publish: expected rows [t, ...], got 0 dims"
+    )
+    _check_token(token)
+    return torch.empty_like(token)
+
+
 # a2a_lse_reduce: partial outputs [T, H, D] and LSEs [T, H] of every rank -> merged,
 #     out[t, j] = sum_r w_r[t, j] * partial_output_r[t, j]
 #     w_r = exp(lse_r) / sum_s exp(lse_s)
@@ -293,6 +313,13 @@ def _kv_gather(rows, token, group_name, *, site=""):
     return gathered, torch.empty_like(token)
 
 
+def _kv_gather_publish(rows, token, group_name, *, site=""):
+    from dcp_inductor.runtime import kernels
+
+    kernels.kv_gather_publish(rows, group_name, site)
+    return torch.empty_like(token)
+
+
 def _a2a_lse_reduce(
     partial_output,
     partial_lse,
@@ -336,6 +363,7 @@ def _site_guard(token, group_name, site, reason):
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("q_gather", _q_gather, _key)
     _LIBRARY.impl("kv_gather", _kv_gather, _key)
+    _LIBRARY.impl("kv_gather_publish", _kv_gather_publish, _key)
     _LIBRARY.impl("a2a_lse_reduce", _a2a_lse_reduce, _key)
     _LIBRARY.impl("site_guard", _site_guard, _key)
     _LIBRARY.impl("order_after", lambda x, token: x.clone(), _key)

@@ -259,6 +259,7 @@ __device__ __forceinline__ void push_slice(const GatherParams& p, const Call& ca
     }
 #pragma unroll
     for (int i = 0; i < kGatherBatch; ++i) {
+      if (kLayout == Layout::kPacked && !p.wait) break;  // the launch that waits has the result
       if (g0 + i * kGatherThreads < end) st_weak_v4(result + destination[i], data[i]);
     }
   }
@@ -297,7 +298,8 @@ __device__ __forceinline__ void receive_slice(const GatherParams& p, const Call&
         channel.peer[channel.rank] + p.data_offset + gather_region(p, slot, 0) * p.data_capacity;
 #pragma unroll 1
     for (uint32_t g = begin + threadIdx.x; g < end; g += kGatherThreads) {
-      char* to = result + chunk_position(p, g).destination;
+      const ChunkPosition at = chunk_position(p, g);
+      char* to = result + at.destination;
       uint4 chunk[kRanks];
 #pragma unroll
       for (int s = 0; s < kRanks; ++s) {
@@ -309,12 +311,16 @@ __device__ __forceinline__ void receive_slice(const GatherParams& p, const Call&
         if (s >= channel.world_size || s == channel.rank) continue;
         st_weak_v4(to + s * p.rank_stride, chunk[s]);
       }
+      if (!p.publish) {
+        st_weak_v4(to + channel.rank * p.rank_stride, ld_stream_v4(p.input + at.source));
+      }
     }
   }
 }
 
-// One launch per call, or one that publishes and a later one that waits; the epoch advances with
-// the wait. Block 0 does the rendezvous; the others take slices block, block + blocks, ...
+// One launch per call, or one that publishes and a later one that waits, with equal input; the
+// epoch advances with the wait. A result in fresh memory is written by the launch that waits
+// alone. Block 0 does the rendezvous; the others take slices block, block + blocks, ...
 template <int kRanks, Layout kLayout>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_slices_kernel(const __grid_constant__ GatherParams p) {
@@ -331,12 +337,13 @@ __global__ void __launch_bounds__(kGatherThreads)
   const uint32_t thread = (blockIdx.x - 1) * blockDim.x + threadIdx.x;
   const uint32_t stride = (gridDim.x - 1) * blockDim.x;
   char* result = gather_result(p, gather_slot(p, call));
+  const bool fills_result = kLayout == Layout::kFinal ? p.publish : p.wait;
   if (call.dead) {
-    poison_gather(p, result, thread, stride);
+    if (p.wait) poison_gather(p, result, thread, stride);
     return;
   }
   stress_point(p.channel, call, 0);
-  if (p.publish) zero_padding(p, result, thread, stride);
+  if (fills_result) zero_padding(p, result, thread, stride);
 
   const uint32_t slices = (p.num_chunks + p.slice_chunks - 1) / p.slice_chunks;
   const uint32_t blocks = gridDim.x - 1;

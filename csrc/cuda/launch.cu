@@ -210,7 +210,7 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
 }
 
 // input [T, h, row bytes] as any dtype, rows dense; output [T, padded_heads, row bytes] for the
-// query, [N * T, h, row bytes] for KV.
+// query, [N * T, h, row bytes] for KV; not looked at by a launch that only publishes.
 void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table) {
   const auto& t = table_of<dcp::GatherTable>(table);
   dcp::GatherParams p{};
@@ -223,15 +223,17 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   p.input = pointer<const char>(input);
   p.src_outer_stride = input.stride(0) * element;
   p.src_inner_stride = input.stride(1) * element;
-  p.output = pointer<char>(output);
+  STD_TORCH_CHECK(t.publish || t.wait, "table: expected a launch that publishes or waits");
+  // A launch that only publishes writes no result; the address says that there will be one.
+  p.output = t.wait ? pointer<char>(output) : pointer<char>(input);
   check_aligned(p.input, p.src_outer_stride | p.src_inner_stride | row_bytes);
   check_aligned(p.output, 0);
   const int64_t result_rows =
       op == dcp::Op::kQGather ? tokens * t.padded_heads : tokens * heads * t.channel.world_size;
-  STD_TORCH_CHECK(
-      output.is_contiguous() &&
-          output.numel() * static_cast<int64_t>(output.element_size()) == result_rows * row_bytes,
-      "output: expected ", result_rows, " rows");
+  STD_TORCH_CHECK(!t.wait || (output.is_contiguous() &&
+                              output.numel() * static_cast<int64_t>(output.element_size()) ==
+                                  result_rows * row_bytes),
+                  "output: expected ", result_rows, " rows");
   if (op == dcp::Op::kQGather) {
     STD_TORCH_CHECK(t.padded_heads >= heads * t.channel.world_size, "table: too few heads");
     dcp::plan_q_gather(p, tokens, heads, t.padded_heads, row_bytes);
@@ -242,7 +244,8 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   dcp::plan_slices(p);
   p.num_slots = dcp::kNumSlots;
   p.window = 1;
-  p.publish = p.wait = 1;
+  p.publish = t.publish != 0;
+  p.wait = t.wait != 0;
   p.data_offset = t.data_offset;
   p.data_capacity = t.data_capacity;
   p.flag_offset = t.flag_offset;
@@ -251,6 +254,7 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   launch.kernel = static_cast<dcp::GatherKernel>(t.kernel);
   launch.share = static_cast<uint32_t>(t.channel.share);
   const bool packets = launch.kernel == dcp::GatherKernel::kPackets;
+  STD_TORCH_CHECK(!packets || (p.publish && p.wait), "table: packets go and come in one launch");
   const int64_t flags =
       packets ? (p.num_chunks + 31) / 32 : (p.num_chunks + p.slice_chunks - 1) / p.slice_chunks;
   STD_TORCH_CHECK(static_cast<int64_t>(p.num_chunks) * (packets ? 32 : 16) <= t.data_capacity &&

@@ -7,7 +7,7 @@
 
 namespace dcp {
 
-constexpr int64_t kCudaProtocol = 1;
+constexpr int64_t kCudaProtocol = 2;
 
 struct ChannelTable {
   int64_t world_size;
@@ -40,6 +40,7 @@ struct GatherTable {
   int64_t padded_heads;  // of the result
   int64_t data_offset, data_capacity;
   int64_t flag_offset, flag_capacity;
+  int64_t publish, wait;  // which of the two the launch does
 };
 
 constexpr int64_t kChannelWords = sizeof(ChannelTable) / 8;

@@ -30,6 +30,7 @@ _MAX_PIECES = 1 << 31  # the kernels divide numbers below
 class _GatherPlan:
     table: Tensor
     shape: tuple[int, ...]
+    publish: Tensor | None = None  # table of the launch ahead, where there are two
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ def q_gather(
     if isinstance(workspace, Refusal):
         return workspace
     workspace.check()
+    workspace.refuse_unfinished("q_gather")
     key = (
         "q", tuple(query.shape), query.dtype, padded_heads, site, config.max_tokens,
         config.timeout_s,
@@ -79,31 +81,66 @@ def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
     if isinstance(workspace, Refusal):
         return workspace
     workspace.check()
+    plan = workspace.finish(_published(rows, site))
+    if plan is None:
+        plan = _kv_plan(workspace, rows, site, split=False)
+        if isinstance(plan, Refusal):
+            return plan
+    output = rows.new_empty(plan.shape)
+    cuda_launch_ops.symm_gather(_as_kv_rows(rows), output, plan.table)
+    return output
+
+
+def kv_gather_publish(group_name: str, rows: Tensor, site: str) -> Refusal | None:
+    """Send ``rows`` ahead of the :func:`kv_gather` that will wait for the peers' rows.
+
+    That call, with equal rows, must be the group's next exchange.
+    """
+    workspace = cuda_registry.workspace_for(group_name, rows.device)
+    if isinstance(workspace, Refusal):
+        return workspace
+    workspace.check()
+    workspace.refuse_unfinished("kv_gather_publish")
+    plan = _kv_plan(workspace, rows, site, split=True)
+    if isinstance(plan, Refusal):
+        return plan
+    assert plan.publish is not None
+    flat = _as_kv_rows(rows)
+    cuda_launch_ops.symm_gather(flat, flat.new_empty(0), plan.publish)
+    workspace.unfinished = _published(rows, site), plan
+    return None
+
+
+def _published(rows: Tensor, site: str) -> tuple[object, ...]:
+    return tuple(rows.shape), rows.dtype, site
+
+
+def _as_kv_rows(rows: Tensor) -> Tensor:
+    return _aligned_rows(rows.reshape(rows.shape[0], 1, -1))
+
+
+def _kv_plan(
+    workspace: Workspace, rows: Tensor, site: str, split: bool
+) -> _GatherPlan | Refusal:
     key = (
-        "kv",
-        tuple(rows.shape),
-        rows.dtype,
-        site,
-        config.max_tokens,
+        "kv", tuple(rows.shape), rows.dtype, site, split, config.max_tokens,
         config.timeout_s,
-    )
+    )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
         call = Signature(
-            "kv_gather", tuple(rows.shape), _name(rows.dtype), "", "", site
-        )
+            "kv_gather", tuple(rows.shape), _name(rows.dtype),
+            "published ahead" if split else "", "", site,
+        )  # fmt: skip
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
         plan = _plan_gather(
             workspace, call, cuda_layout.KV_GATHER, rows.shape[0], row_bytes, row_bytes,
-            0, (rows.shape[0] * workspace.memory.world_size, *rows.shape[1:]),
+            0, (rows.shape[0] * workspace.memory.world_size, *rows.shape[1:]), split,
         )  # fmt: skip
         if isinstance(plan, Refusal):
             return plan
         workspace.plans[key] = plan
-    output = rows.new_empty(plan.shape)
-    flat = rows.reshape(rows.shape[0], 1, -1)
-    cuda_launch_ops.symm_gather(_aligned_rows(flat), output, plan.table)
-    return output
+    return plan
 
 
 def a2a_lse_reduce(
@@ -126,6 +163,7 @@ def a2a_lse_reduce(
     if isinstance(workspace, Refusal):
         return workspace
     workspace.check()
+    workspace.refuse_unfinished("a2a_lse_reduce")
     key = (
         tuple(partial_output.shape), partial_output.dtype, tuple(partial_lse.shape),
         partial_lse.dtype, scatter, tuple(split_sizes), is_lse_base_on_e, return_lse,
@@ -230,6 +268,7 @@ def _plan_gather(
     row_bytes: int,
     total_heads: int,
     shape: tuple[int, ...],
+    split: bool = False,
 ) -> _GatherPlan | Refusal:
     refusal = (
         _row_refusal(row_bytes)
@@ -240,13 +279,20 @@ def _plan_gather(
         return refusal
     world_size = workspace.memory.world_size
     kernel = cuda_layout.gather_kernel(world_size, num_rows * local_row_bytes)
+    if split:
+        kernel = cuda_layout.SLICES  # packets are sent and awaited by one launch
     capacity = config.max_tokens * local_row_bytes
     if kernel == cuda_layout.PACKETS:
         capacity = min(capacity, cuda_layout.packet_bytes(world_size))
     layout = cuda_layout.gather_arena(kernel, world_size, capacity)
-    words = cuda_layout.gather_words(op, kernel, total_heads, layout)
-    table = _table(workspace, layout, call, words)
-    return table if isinstance(table, Refusal) else _GatherPlan(table, shape)
+    tables = []
+    for publish, wait in ((True, False), (False, True)) if split else ((True, True),):
+        words = cuda_layout.gather_words(op, kernel, total_heads, layout, publish, wait)
+        table = _table(workspace, layout, call, words)
+        if isinstance(table, Refusal):
+            return table
+        tables.append(table)
+    return _GatherPlan(tables[-1], shape, tables[0] if split else None)
 
 
 def _plan_combine(

@@ -172,11 +172,17 @@ def combine_words(
 
 
 def gather_words(
-    op: int, kernel: int, padded_heads: int, layout: ArenaLayout
+    op: int,
+    kernel: int,
+    padded_heads: int,
+    layout: ArenaLayout,
+    publish: bool = True,
+    wait: bool = True,
 ) -> list[int]:
     """The words of a ``GatherTable`` behind its channel."""
     data, flags = layout.data, layout.words
     return [
         op, kernel, padded_heads,
         data.offset, data.capacity, flags.offset, flags.capacity,
+        int(publish), int(wait),
     ]  # fmt: skip

@@ -51,6 +51,9 @@ class Workspace:
         default_factory=dict
     )
     why_dead: str = ""
+    # A gather whose rows are sent and whose peers' rows are not awaited yet: what it
+    # is of, and its plan. It holds the epoch, so no other exchange may come between.
+    unfinished: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         self.fault_address = self.fault.data_ptr()
@@ -66,6 +69,29 @@ class Workspace:
         """
         if self._fault_state.value:
             self._raise_fault()
+
+    def finish(self, published: Any) -> Any:
+        """The plan of the unfinished gather, which this call ends; None: there is none.
+
+        Raises:
+            DCPError: the unfinished gather is of something else than ``published``.
+        """
+        if self.unfinished is None:
+            return None
+        if self.unfinished[0] != published:
+            self.refuse_unfinished(f"kv_gather of {published}")
+        plan, self.unfinished = self.unfinished[1], None
+        return plan
+
+    def refuse_unfinished(self, what: str) -> None:
+        """Raise if a gather is unfinished, as ``what`` may not come between."""
+        if self.unfinished is not None:
+            raise DCPError(
+                f"{what} over group '{self.memory.group_name}': expected the kv_gather "
+                f"that ends kv_gather_publish of {self.unfinished[0]} (shape, dtype, "
+                "site) first. Make it the group's next exchange, or call "
+                "dcp_inductor.recover(group) on all ranks to drop it"
+            )
 
     def _raise_fault(self) -> None:
         memory = self.memory
@@ -276,6 +302,7 @@ class GroupMemory:
             header[:4].view(torch.int32).fill_(cuda_layout.FIRST_EPOCH)
             workspace.fault.zero_()
             workspace.why_dead = ""
+            workspace.unfinished = None
         torch.cuda.synchronize(self.device)
         session.exchange({})
 

@@ -84,6 +84,26 @@ def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
     return reference.kv_gather(rows, group_name)
 
 
+def kv_gather_publish(rows: Tensor, group_name: str, site: str) -> None:
+    """Send ``rows`` ahead of the :func:`kv_gather` of them that comes next.
+
+    Nothing happens where that cannot be done; the gather then does all of it, and
+    accounts for the reason.
+
+    Raises:
+        ValueError: ``rows`` has no dims.
+    """
+    if rows.requires_grad:
+        _refuse_autograd("kv_gather_publish")
+    if rows.dim() == 0:
+        raise ValueError("kv_gather_publish: expected rows [t, ...], got 0 dims")
+    if rows.numel() == 0 or config.direct_kv_gather == "disable":
+        return
+    publish = getattr(_direct(rows), "kv_gather_publish", None)
+    if publish is not None:
+        publish(group_name, rows, site)
+
+
 def a2a_lse_reduce(
     partial_output: Tensor,
     partial_lse: Tensor,

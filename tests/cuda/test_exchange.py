@@ -223,6 +223,54 @@ def test_gathers_move_every_byte(size: int) -> None:
     worlds.run(size, gathers)
 
 
+def published(rank: int, size: int) -> None:
+    """Rows that are sent ahead, with other work before the gather that waits."""
+    group = dist.new_group(list(range(size)))
+    name = group.group_name
+    for rows in (1, 33, 256):
+        every = draw(30 + rows, size, rows, 2, 288).to(torch.bfloat16)
+        kept = every[rank].clone()
+
+        def step(kept=kept):
+            token = ops.kv_gather_publish(kept, TOKEN, name)
+            other = kept.float() @ torch.ones(288, 288, device="cuda")
+            return ops.kv_gather(kept, token, name)[0], other
+
+        for _ in range(3):
+            assert torch.equal(step()[0], every.flatten(0, 1))
+            # An exchange in one launch, of the same shape, in between.
+            assert torch.equal(ops.kv_gather(kept, TOKEN, name)[0], every.flatten(0, 1))
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gathered, _ = step()
+        for i in range(5):
+            kept.copy_(every[rank] * i)
+            graph.replay()
+            assert torch.equal(gathered, every.flatten(0, 1) * i)
+    # Another exchange in between is refused, and recover() drops the gather.
+    token = ops.kv_gather_publish(kept, TOKEN, name)
+    for call in (
+        lambda: ops.q_gather(kept, token, name),
+        lambda: ops.a2a_lse_reduce(kept, kept[..., 0], token, name),
+        lambda: ops.kv_gather(kept[:3], token, name),
+        lambda: ops.kv_gather_publish(kept, token, name),
+    ):
+        with pytest.raises(DCPError, match="expected the kv_gather that ends"):
+            call()
+    dist.barrier()
+    dcp_inductor.recover(group)
+    assert torch.equal(ops.kv_gather(every[rank], TOKEN, name)[0], every.flatten(0, 1))
+    cuda_registry.check(group)
+    assert not fallbacks(), fallbacks()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_may_be_sent_ahead_of_the_gather(size: int) -> None:
+    worlds.run(size, published)
+
+
 def beyond_capacity(rank: int, size: int) -> None:
     name = worlds.name()
     for tokens in (config.max_tokens, config.max_tokens + 1, 1):

@@ -25,6 +25,7 @@ def calls(name: str, size: int) -> Iterator[tuple[Any, tuple, dict[str, Any]]]:
         yield ops.kv_gather, (query, TOKEN, name), {}
         yield ops.kv_gather, (query[:, 0].t(), TOKEN, name), {}
         yield ops.kv_gather, (query[:, 0, 0] > 0, TOKEN, name), {}
+        yield ops.kv_gather_publish, (query, TOKEN, name), {"site": "s"}
         tokens = 2 * size
         head_major = torch.randn(2 * size, tokens, 8).to(dtype).transpose(0, 1)
         lse = torch.randn(2 * size, tokens).t()

@@ -159,3 +159,16 @@ def test_what_the_kernels_cannot_count_is_refused_by_shape() -> None:
         )
         assert isinstance(plan, Refusal)
         assert plan.code == "size"
+
+
+def test_nothing_comes_between_the_two_halves_of_a_gather() -> None:
+    workspace = Memory().workspaces[0]
+    assert workspace.finish("rows") is None
+    workspace.refuse_unfinished("q_gather")
+    workspace.unfinished = "rows", "a plan"
+    with pytest.raises(DCPError, match=r"q_gather over group 'g': expected the kv_"):
+        workspace.refuse_unfinished("q_gather")
+    with pytest.raises(DCPError, match="kv_gather of other"):
+        workspace.finish("other")
+    assert workspace.finish("rows") == "a plan"
+    workspace.refuse_unfinished("q_gather")
