@@ -68,9 +68,10 @@ class Data:
         generator = torch.Generator("cpu").manual_seed(trial.seed)
 
         def normal(*size: int) -> Tensor:
+            # Drawn in float32, which takes a fifth of the time.
             return torch.randn(
-                size, generator=generator, dtype=torch.float64, device="cpu"
-            )
+                size, generator=generator, dtype=torch.float32, device="cpu"
+            ).double()
 
         output_value = tensor_val(cut.partial_output)
         assert output_value is not None
@@ -112,6 +113,7 @@ class Data:
             )
         ]
         self._feature = feature
+        self._has_empty = bool(trial.empty)
 
     def _add(self, node: Node, value: Tensor, shape: Sequence[int]) -> Tensor:
         """Round to the leaf's dtype, remember, and return it in float64."""
@@ -155,6 +157,10 @@ class Data:
             ]
             output = output / total.unsqueeze(self._feature + 1)
         lse = torch.logsumexp(level, 0)
-        weight = (level - lse).exp().nan_to_num(0.0).unsqueeze(self._feature + 1)
-        merged = torch.where(weight == 0, 0.0, weight * output).sum(0)
-        return Expected(merged, lse / factor)
+        weight = (level - lse).exp().nan_to_num(0.0)
+        # An empty shard is NaN, by its payload or by the division: no product with 0.
+        last = output.movedim(self._feature + 1, -1)
+        if self._has_empty:
+            last = last.masked_fill((weight == 0).unsqueeze(-1), 0.0)
+        merged = torch.einsum("n...d,n...->...d", last, weight)
+        return Expected(merged.movedim(-1, self._feature), lse / factor)
