@@ -150,6 +150,7 @@ def check_a2a_lse_reduce(
     seq_lens: Tensor | None,
     query_start_loc: Tensor | None,
     world_size: int,
+    output_dtype: torch.dtype | None = None,
 ) -> None:
     """Check arguments of a2a_lse_reduce that no rank could serve.
 
@@ -184,6 +185,9 @@ def check_a2a_lse_reduce(
         _refuse("split_sizes of 0 or more", f"{list(split_sizes)}")
     if (seq_lens is None) != (query_start_loc is None):
         _refuse("both of seq_lens and query_start_loc or neither", "one of them")
+    check_lengths(seq_lens, query_start_loc)
+    if output_dtype is not None and not output_dtype.is_floating_point:
+        _refuse("a floating-point output_dtype", f"{output_dtype}")
     if scatter == "none":
         return
     total = partial_output.shape[1 if scatter == "heads" else 0]
@@ -194,6 +198,28 @@ def check_a2a_lse_reduce(
         _refuse(
             f"{scatter} that split evenly over {world_size} ranks, or split_sizes",
             f"{total} {scatter}",
+        )
+
+
+def check_lengths(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> None:
+    """Check the two tensors of a row mask against each other; their batch may change
+    from call to call.
+
+    Raises:
+        ValueError: they are not ``[B]`` and ``[B + 1]``, or do not hold integers.
+    """
+    if seq_lens is None or query_start_loc is None:
+        return
+    for name, lengths in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        if lengths.dim() != 1:
+            _refuse(f"{name} with 1 dim", f"{lengths.dim()} dims")
+        if lengths.dtype.is_floating_point or lengths.dtype.is_complex:
+            _refuse(f"{name} of integers", f"{lengths.dtype}")
+    batch, starts = seq_lens.shape[0], query_start_loc.shape[0]
+    if _differ(starts, batch + 1):
+        _refuse(
+            "query_start_loc [B + 1] and seq_lens [B]",
+            f"{starts} entries and {batch}",
         )
 
 
@@ -247,6 +273,7 @@ def _(
         seq_lens,
         query_start_loc,
         world_size,
+        output_dtype,
     )
     _check_token(token)
     shape = scattered_shape(partial_lse, scatter, split_sizes, world_size, group.rank())

@@ -130,6 +130,7 @@ def a2a_lse_reduce(
         seq_lens,
         query_start_loc,
         group.size(),
+        output_dtype,
     )
     compute_dtype = torch.promote_types(partial_output.dtype, torch.float32)
     lse = partial_lse.to(compute_dtype)

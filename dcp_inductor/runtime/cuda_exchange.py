@@ -41,6 +41,28 @@ class _CombinePlan:
     output_dtype: torch.dtype
 
 
+def agree_on_no_rows(op: str, group_name: str, x: Tensor, site: str) -> None:
+    """Make the exchange of a call of ``op`` without rows: a few bytes of nothing."""
+    workspace = cuda_registry.workspace_for(group_name, x.device)
+    if isinstance(workspace, Refusal):
+        return
+    workspace.check()
+    workspace.refuse_unfinished(op)
+    key = ("no rows", op, tuple(x.shape), x.dtype, site, config.timeout_s)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        call = Signature(op, tuple(x.shape), _name(x.dtype), "", "", site)
+        plan = _plan_gather(
+            workspace, call, cuda_layout.KV_GATHER, 1, _CHUNK_BYTES, _CHUNK_BYTES, 0,
+            (workspace.memory.world_size, 1, _CHUNK_BYTES),
+        )  # fmt: skip
+        if isinstance(plan, Refusal):
+            return
+        workspace.plans[key] = plan
+    nothing = x.new_empty((1, 1, _CHUNK_BYTES), dtype=torch.uint8)
+    cuda_launch_ops.symm_gather(nothing, nothing.new_empty(plan.shape), plan.table)
+
+
 def q_gather(
     group_name: str, query: Tensor, padded_heads: int, site: str
 ) -> Tensor | Refusal:
@@ -184,6 +206,7 @@ def a2a_lse_reduce(
         if isinstance(plan, Refusal):
             return plan
         workspace.plans[key] = plan
+    ops.check_lengths(seq_lens, query_start_loc)
     output = partial_output.new_empty(plan.shape, dtype=plan.output_dtype)
     lse = partial_output.new_empty(plan.lse_shape, dtype=torch.float32)
     cuda_launch_ops.symm_a2a_lse_reduce(

@@ -39,6 +39,7 @@ def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Te
     if query.dim() != 3:
         raise ValueError(f"q_gather: expected query [T, h, D], got {query.dim()} dims")
     if query.numel() == 0:
+        _agree_on_no_rows("q_gather", "direct_query_gather", query, group_name, site)
         heads = ops.gathered_heads(query, groups.size(group_name), padded_heads)
         padding = query.new_empty((query.shape[0], heads, query.shape[2]))
         return padding.zero_() if padding.numel() else padding
@@ -67,6 +68,7 @@ def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
     if rows.dim() == 0:
         raise ValueError("kv_gather: expected rows [t, ...], got 0 dims")
     if rows.numel() == 0:
+        _agree_on_no_rows("kv_gather", "direct_kv_gather", rows, group_name, site)
         return rows.new_empty(
             (groups.size(group_name) * rows.shape[0], *rows.shape[1:])
         )
@@ -127,6 +129,9 @@ def a2a_lse_reduce(
     if partial_output.requires_grad or partial_lse.requires_grad:
         _refuse_autograd("a2a_lse_reduce")
     if partial_lse.numel() == 0:
+        _agree_on_no_rows(
+            "a2a_lse_reduce", "direct_combine", partial_output, group_name, site
+        )
         return _no_rows(
             partial_output, partial_lse, group_name, scatter, split_sizes,
             return_lse, full_lse, output_dtype,
@@ -161,6 +166,19 @@ def a2a_lse_reduce(
     return reference.a2a_lse_reduce(partial_output, partial_lse, group_name, **options)
 
 
+def _agree_on_no_rows(
+    op: str, knob: str, x: Tensor, group_name: str, site: str
+) -> None:
+    """Meet the peers of a call without rows, which has nothing to exchange.
+
+    A rank that skipped it would meet a peer that has rows in the call after it, and
+    take that peer's rows for those of its own call.
+    """
+    direct = _direct(x)
+    if not isinstance(direct, Refusal) and config.read(knob) != "disable":
+        direct.agree_on_no_rows(op, group_name, x, site)
+
+
 def _direct(x: Tensor) -> ModuleType | Refusal:
     kind = x.device.type
     module = _DIRECT.get(kind)
@@ -186,11 +204,12 @@ def _no_rows(
     full_lse: bool,
     output_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """The result of a call without rows, which needs no exchange on any rank."""
+    """The result of a call without rows."""
     group = groups.resolve(group_name)
     ops.check_a2a_lse_reduce(
-        partial_output, partial_lse, scatter, split_sizes, None, None, group.size()
-    )
+        partial_output, partial_lse, scatter, split_sizes, None, None, group.size(),
+        output_dtype,
+    )  # fmt: skip
     shape = ops.scattered_shape(
         partial_lse, scatter, split_sizes, group.size(), group.rank()
     )

@@ -63,6 +63,13 @@ def _as_lengths(lengths: Tensor | None) -> Tensor | None:
     return lengths.to(device="cpu", dtype=dtype).contiguous()
 
 
+def agree_on_no_rows(op: str, group_name: str, x: Tensor, site: str) -> None:
+    """Make the exchange, of signatures only, of a call of ``op`` without rows."""
+    workspace = registry.workspace_for(group_name, site)
+    if not isinstance(workspace, Refusal):
+        workspace.agree(Signature(op, tuple(x.shape), _name(x.dtype), "", "", site))
+
+
 def q_gather(
     group_name: str, query: Tensor, padded_heads: int, site: str
 ) -> Tensor | Refusal:
@@ -177,7 +184,7 @@ def a2a_lse_reduce(
     if plan is None:
         ops.check_a2a_lse_reduce(
             partial_output, partial_lse, scatter, split_sizes, seq_lens,
-            query_start_loc, workspace.world_size,
+            query_start_loc, workspace.world_size, output_dtype,
         )  # fmt: skip
         plan = _plan_combine(
             workspace, partial_output, partial_lse, scatter, tuple(split_sizes),
@@ -187,6 +194,7 @@ def a2a_lse_reduce(
         if isinstance(plan, Refusal):
             return plan
         workspace.plans[key] = plan
+    ops.check_lengths(seq_lens, query_start_loc)
     output = partial_output.new_empty(plan.shape, dtype=plan.output_dtype)
     lse = partial_output.new_empty(plan.lse_shape, dtype=torch.float32)
     source = _rows_dense(partial_output)

@@ -56,14 +56,14 @@ def test_a_peer_that_does_not_come_is_named(size: int) -> None:
     worlds.run(size, late_peer)
 
 
-def other_call(rank: int, size: int) -> str:
+def other_call(rank: int, size: int, rows_of_one: int) -> str:
     group = dist.new_group(list(range(size)))
-    for rows in (2, 3):
-        gather(group, rank, rows)
+    for rows in (2, rows_of_one):
+        assert len(gather(group, rank, rows)) == size * rows
     torch.cuda.synchronize()
     dist.barrier()
     with config.patch(timeout_s=20.0):
-        gather(group, rank, 3 if rank == 1 else 2)
+        gather(group, rank, rows_of_one if rank == 1 else 2)
         torch.cuda.synchronize()
         with pytest.raises(DCPMismatchError) as raised:
             cuda_registry.check(group)
@@ -75,10 +75,11 @@ def other_call(rank: int, size: int) -> str:
     return str(raised.value)
 
 
-def test_ranks_with_different_calls_are_told_both() -> None:
-    for message in worlds.run(2, other_call):
+@pytest.mark.parametrize("rows_of_one", [3, 0])
+def test_ranks_with_different_calls_are_told_both(rows_of_one: int) -> None:
+    for message in worlds.run(2, other_call, rows_of_one):
         assert "kv_gather[2, 16]" in message
-        assert "kv_gather[3, 16]" in message
+        assert f"kv_gather[{rows_of_one}, 16]" in message
 
 
 def other_op(rank: int, size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_inductor import config, ops, reference
+from dcp_inductor import config, ops, recover, reference
+from dcp_inductor.errors import DCPMismatchError
 from dcp_inductor.runtime import registry, shm, ubatch
 from tests.support import (
     Log,
@@ -164,7 +166,6 @@ def test_rows_beyond_capacity_take_the_collectives_on_all_ranks() -> None:
 def no_rows(rank: int, size: int) -> None:
     name = group_name()
     combine(name, rank, size)
-    before = epoch(name)
     empty = torch.empty(0, 4, 8)
     output, lse, _ = ops.a2a_lse_reduce(
         empty, torch.empty(0, 4), TOKEN, name, return_lse=True
@@ -173,12 +174,39 @@ def no_rows(rank: int, size: int) -> None:
     assert lse.shape == (0, 4 // size)
     assert ops.q_gather(empty, TOKEN, name)[0].shape == (0, 4 * size, 8)
     assert ops.kv_gather(empty, TOKEN, name)[0].shape == (0, 4, 8)
-    assert epoch(name) == before
     combine(name, rank, size)
 
 
-def test_no_rows_means_no_exchange() -> None:
+def test_calls_without_rows_give_results_without_rows() -> None:
     world(2).run(no_rows)
+
+
+def no_rows_here(rank: int, size: int, which: str) -> str:
+    """A step without rows on rank 0 only, and then one that all ranks share."""
+    group = fresh_group(size)
+    name = group.group_name
+    call = {"combine": combine, "gather": gather}[which]
+    call(name, rank, size)
+    try:
+        if rank == 0:
+            empty = torch.empty(0, 2 * size, 16)
+            if which == "combine":
+                ops.a2a_lse_reduce(empty, empty[..., 0], TOKEN, name)
+            else:
+                ops.q_gather(torch.empty(0, 1, 4), TOKEN, name)
+        call(name, rank, size)
+        return "a number"
+    except DCPMismatchError as error:
+        recover(group)
+        call(name, rank, size)
+        return str(error)
+
+
+@pytest.mark.parametrize("which", ["combine", "gather"])
+def test_a_rank_without_rows_does_not_fall_behind(which: str) -> None:
+    for text in world(2).run(no_rows_here, which):
+        counts = re.findall(r"(?:gather|reduce)\[(\d+), \d+, \d+\] float32", text)
+        assert sorted(counts) == ["0", "3"], text
 
 
 # --- knobs and modes -------------------------------------------------------------
@@ -264,6 +292,14 @@ def test_modes_change_nothing_and_gradients_are_refused() -> None:
 def bad_arguments(rank: int, size: int) -> None:
     name = group_name()
     x, lse = torch.zeros(2, 2 * size, 4), torch.zeros(2, 2 * size)
+
+    def masked(lengths: list, starts: list) -> object:
+        return ops.a2a_lse_reduce(
+            x, lse, TOKEN, name,
+            seq_lens=torch.tensor(lengths), query_start_loc=torch.tensor(starts),
+        )  # fmt: skip
+
+    masked([1], [0, 2])
     for call, message in (
         (lambda: ops.q_gather(x[0], TOKEN, name), r"expected query \[T, h, D\], got 2"),
         (lambda: ops.q_gather(x, TOKEN, name, padded_heads=1), "expected padded_heads"),
@@ -280,6 +316,13 @@ def bad_arguments(rank: int, size: int) -> None:
             lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, seq_lens=torch.ones(1)),
             "both of seq_lens and query_start_loc",
         ),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, output_dtype=torch.int32),
+            "floating-point output_dtype, got torch.int32",
+        ),
+        (lambda: masked([1, 2], [0, 2]), r"\[B \+ 1\] .*got 2 entries and 2"),
+        (lambda: masked([[1]], [0, 2]), "seq_lens with 1 dim, got 2"),
+        (lambda: masked([0.5], [0, 2]), "seq_lens of integers, got torch.float32"),
         (lambda: ops.q_gather(x, TOKEN, "nobody"), "name of a live process group"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -284,7 +284,13 @@ for _which in ("without last", "prefix", "mask", "others"):
     )
 
 
-@case("NM-32", "NM", note="only the first half of the ranks contributes", **MISS)
+@case(
+    "NM-32",
+    "NM",
+    note="only the first half of the ranks contributes; their graphs are the merge's",
+    ambiguous=True,
+    **MISS,
+)
 def half_of_the_ranks(ctx, o, l):
     if ctx.rank >= ctx.world_size // 2:
         o = o * 0
