@@ -45,6 +45,10 @@ timeout_s: float = 60.0
 # Independent slot sets for micro-batches that run on threads of their own.
 num_ubatches: int = 1
 
+# Let gathers on GPUs store to all ranks at once through NVLink multicast, where every
+# rank has it. Off: it has been compiled and never run.
+multicast: bool = False
+
 _config_module.install_config_module(sys.modules[__name__])
 
 # The machinery comes last: the installation takes every constant above it for a knob.

@@ -217,6 +217,34 @@ __device__ __forceinline__ uint64_t* slice_flag(const GatherParams& p, const Cal
          gather_region(p, call.slot, source) * p.flag_capacity + slice;
 }
 
+// Where chunk g of this rank lies in a receiver's payload, from that payload's start.
+template <Layout kLayout>
+__device__ __forceinline__ int64_t chunk_at_receiver(const GatherParams& p, uint32_t slot,
+                                                     uint32_t g, int64_t destination) {
+  if constexpr (kLayout == Layout::kFinal) {
+    return slot * p.data_capacity + p.channel.rank * p.rank_stride + destination;
+  }
+  return gather_region(p, slot, p.channel.rank) * p.data_capacity + static_cast<int64_t>(g) * 16;
+}
+
+// One store for all ranks, this one included, where nobody minds. Never run so far: see
+// docs/design.md.
+template <Layout kLayout>
+__device__ __forceinline__ void multicast_chunks(const GatherParams& p, uint32_t slot, uint32_t g0,
+                                                 uint32_t end, const uint4 (&data)[kGatherBatch],
+                                                 const int64_t (&destination)[kGatherBatch]) {
+  char* base = p.channel.multicast + p.data_offset;
+#pragma unroll
+  for (int i = 0; i < kGatherBatch; ++i) {
+    const uint32_t g = g0 + i * kGatherThreads;
+    if (g >= end) continue;
+    multimem_st_relaxed_sys_v4(base + chunk_at_receiver<kLayout>(p, slot, g, destination[i]),
+                               data[i]);
+  }
+  // The flags that follow, and the peers' reads, use each rank's own address.
+  fence_alias();
+}
+
 // Sends one slice to every peer, straight to its final place or packed by source, and releases
 // the slice's flag there.
 template <int kRanks, Layout kLayout>
@@ -239,9 +267,12 @@ __device__ __forceinline__ void push_slice(const GatherParams& p, const Call& ca
       destination[i] = at.destination;
       data[i] = ld_stream_v4(p.input + at.source);
     }
+    if (channel.multicast != nullptr) {
+      multicast_chunks<kLayout>(p, slot, g0, end, data, destination);
+    }
 #pragma unroll
     for (int k = 1; k < kRanks; ++k) {
-      if (k >= channel.world_size) break;
+      if (k >= channel.world_size || channel.multicast != nullptr) break;
       char* base = channel.peer[next_peer(channel, k)] + p.data_offset;
       if constexpr (kLayout == Layout::kFinal) {
         base += slot * p.data_capacity + channel.rank * p.rank_stride;

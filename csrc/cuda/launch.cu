@@ -103,6 +103,7 @@ dcp::Channel channel_of(const dcp::ChannelTable& t, dcp::Op op) {
     c.peer[r] = reinterpret_cast<char*>(t.peer[r]);
   }
   c.own = c.header[t.rank];
+  c.multicast = reinterpret_cast<char*>(t.multicast);
   c.fault = reinterpret_cast<dcp::FaultRecord*>(t.fault);
   c.timeout_ns = static_cast<uint64_t>(t.timeout_ns);
   c.rank = static_cast<uint32_t>(t.rank);

@@ -71,6 +71,7 @@ struct Channel {
 #endif
   char* peer[kMaxRanks];             // base of every rank's payload buffer, own rank included
   ChannelHeader* header[kMaxRanks];  // every rank's header
+  char* multicast;  // base of all ranks' payload buffers at once, or null: there is none
 };
 
 // x / d for x < 2^31 as one multiplication.

@@ -125,6 +125,19 @@ __device__ __forceinline__ void st_weak_v4(void* address, uint4 v) {
                : "memory");
 }
 
+// Stores to the same place on every GPU that `address` stands for: a multicast address, which
+// devices before compute capability 9.0 do not have.
+__device__ __forceinline__ void multimem_st_relaxed_sys_v4(void* address, uint4 v) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+#endif
+}
+
+// Orders this thread's accesses by one address with those by another of the same memory.
+__device__ __forceinline__ void fence_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
 // bar.sync for one warp, bar.arrive (which does not block) for the others of `threads`.
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

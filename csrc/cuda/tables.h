@@ -7,7 +7,7 @@
 
 namespace dcp {
 
-constexpr int64_t kCudaProtocol = 2;
+constexpr int64_t kCudaProtocol = 3;
 
 struct ChannelTable {
   int64_t world_size;
@@ -15,8 +15,9 @@ struct ChannelTable {
   int64_t timeout_ns;
   int64_t signature;
   int64_t site;
-  int64_t share;  // launches that must be able to run on this GPU at the same time
-  int64_t fault;  // address of the fault record
+  int64_t share;      // launches that must be able to run on this GPU at the same time
+  int64_t fault;      // address of the fault record
+  int64_t multicast;  // address of the payload of all ranks at once, or 0
   int64_t header[kMaxRanks];
   int64_t peer[kMaxRanks];
 };

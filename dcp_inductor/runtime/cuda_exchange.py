@@ -277,7 +277,7 @@ def _table(
     channel = cuda_layout.channel_words(
         memory.rank, int(config.timeout_s * 1e9), checksum, memory.site_id(call.site),
         memory.num_ubatches, workspace.fault_address, workspace.control.addresses,
-        arena.addresses,
+        arena.addresses, arena.multicast,
     )  # fmt: skip
     return torch.tensor(channel + words, dtype=torch.int64)
 

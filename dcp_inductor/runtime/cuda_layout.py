@@ -150,11 +150,12 @@ def channel_words(
     fault: int,
     headers: list[int],
     peers: list[int],
+    multicast: int = 0,
 ) -> list[int]:
     """The words of a ``ChannelTable``."""
     padding = [0] * (MAX_RANKS - len(peers))
     return [
-        len(peers), rank, timeout_ns, signature, site, share, fault,
+        len(peers), rank, timeout_ns, signature, site, share, fault, multicast,
         *headers, *padding, *peers, *padding,
     ]  # fmt: skip
 

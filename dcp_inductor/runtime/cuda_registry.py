@@ -165,6 +165,7 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refus
                 "protocol": PROTOCOL,
                 "num_ubatches": config.num_ubatches,
                 "max_tokens": config.max_tokens,
+                "multicast": config.multicast,
                 "refusal": ["build", problem] if problem else None,
             }
         )
@@ -176,7 +177,7 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refus
 
 
 def _differing_settings(said: list[dict[str, str]]) -> Refusal | None:
-    for key in ("max_tokens", "symmetric_memory"):
+    for key in ("max_tokens", "multicast", "symmetric_memory"):
         for rank, facts in enumerate(said):
             if facts[key] != said[0][key]:
                 return Refusal(

@@ -147,6 +147,7 @@ class GroupMemory:
         self.device = device
         self.num_ubatches = num_ubatches
         self.hidden_peers = False  # set at the set-up, once all ranks' facts are known
+        self.multicast = config.multicast
         self.workspaces: list[Workspace] = []
         self.sites = [""]
         self._store = groups.store(group)
@@ -334,6 +335,8 @@ class GroupMemory:
             refusal = self._test(session, buffer)
             if refusal:
                 return refusal
+        if self.multicast:
+            symm_mem.share_multicast(session, buffers)
         return buffers
 
     def _test(

@@ -1,12 +1,14 @@
 """Symmetric CUDA memory: buffers that every rank of a group can address.
 
 The one place that touches ``torch.distributed._symmetric_memory``. Nothing here uses
-torch's signal pads, which all users of a group share, nor multicast.
+torch's signal pads, which all users of a group share. Multicast is looked at where the
+caller asks, and needed by nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +17,9 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 
 from dcp_inductor import config
+from dcp_inductor.runtime import rendezvous
+
+log = logging.getLogger(__name__)
 
 
 class SymmetricBuffer:
@@ -40,6 +45,16 @@ class SymmetricBuffer:
         with allow:
             self._handle = _symmetric_memory.rendezvous(tensor, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
+        # Reaches all ranks' buffers with one store; 0 unless use_multicast() is called.
+        self.multicast = 0
+
+    def has_multicast(self) -> bool:
+        """Whether this rank has an address that reaches all ranks' buffers."""
+        return bool(self._handle.multicast_ptr)
+
+    def use_multicast(self) -> None:
+        """Let ``multicast`` be that address; for all ranks of the group alike."""
+        self.multicast = int(self._handle.multicast_ptr)
 
     def of_peer(self, rank: int, start: int, nbytes: int) -> Tensor:
         """Bytes of a rank's buffer as a tensor on this device."""
@@ -49,6 +64,23 @@ class SymmetricBuffer:
         """Give the memory back. All ranks, none of which may use it any more."""
         del self._handle, self.tensor
         self.addresses = []
+
+
+def share_multicast(
+    session: rendezvous.Session, buffers: list[SymmetricBuffer]
+) -> None:
+    """Let buffers be written by multicast if that reaches them on all ranks.
+
+    A round of the session, which all ranks make whatever they have.
+    """
+    own = all(buffer.has_multicast() for buffer in buffers)
+    said = session.exchange({"multicast": own})
+    without = [rank for rank, facts in enumerate(said) if not facts["multicast"]]
+    if without:
+        log.info("no multicast stores: rank %d has no multicast address", without[0])
+        return
+    for buffer in buffers:
+        buffer.use_multicast()
 
 
 def allocate(nbytes: int, device: torch.device) -> Tensor:

@@ -25,6 +25,7 @@ OTHER = {
     "max_tokens": ("32", 32),
     "timeout_s": ("7.5", 7.5),
     "num_ubatches": ("2", 2),
+    "multicast": ("1", True),
 }
 WRONG = {
     "enable": ("yes", 1),
@@ -34,6 +35,7 @@ WRONG = {
     "max_tokens": ("0", 2.5),
     "timeout_s": ("nan", float("inf")),
     "num_ubatches": ("two", -1),
+    "multicast": ("on", 1),
 }
 
 

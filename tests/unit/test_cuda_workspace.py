@@ -50,7 +50,7 @@ class Memory(GroupMemory):
 
 def buffer(nbytes: int):
     tensor = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-    return SimpleNamespace(tensor=tensor, addresses=[0] * 8)
+    return SimpleNamespace(tensor=tensor, addresses=[0] * 8, multicast=0)
 
 
 @pytest.mark.parametrize("num_ubatches", [1, 3])
@@ -172,3 +172,48 @@ def test_nothing_comes_between_the_two_halves_of_a_gather() -> None:
         workspace.finish("other")
     assert workspace.finish("rows") == "a plan"
     workspace.refuse_unfinished("q_gather")
+
+
+class Session:
+    """A round of answers in which rank 0 says what it is given."""
+
+    def __init__(self, *peers: bool) -> None:
+        self.peers = peers
+        self.rounds = 0
+
+    def exchange(self, payload):
+        self.rounds += 1
+        return [payload, *({"multicast": peer} for peer in self.peers)]
+
+
+def shared(monkeypatch, own: list[int], *peers: bool) -> list[int]:
+    """Multicast addresses that are used, where this rank's buffers have ``own``."""
+    buffers = []
+    for address in own:
+        handle = SimpleNamespace(buffer_ptrs=[1], multicast_ptr=address)
+        monkeypatch.setattr(
+            symm_mem._symmetric_memory, "rendezvous", lambda *_, handle=handle: handle
+        )
+        buffers.append(symm_mem.SymmetricBuffer(torch.empty(1), None))
+    assert [buffer.multicast for buffer in buffers] == [0] * len(own)
+    session = Session(*peers)
+    symm_mem.share_multicast(session, buffers)
+    assert session.rounds == 1  # whatever this rank has, it must not stay away
+    return [buffer.multicast for buffer in buffers]
+
+
+def test_multicast_is_used_where_every_rank_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert shared(monkeypatch, [7, 8], True, True) == [7, 8]
+    assert shared(monkeypatch, [7, 8], True, False) == [0, 0]
+    assert shared(monkeypatch, [0], True, True) == [0]
+    assert shared(monkeypatch, [7, 0], True, True) == [0, 0]
+
+
+def test_multicast_is_off_unless_asked_for() -> None:
+    assert config.multicast is False
+    assert Memory().multicast is False
+    words = cuda_layout.channel_words(0, 1, 2, 3, 1, 5, [1, 2], [3, 4])
+    with_it = cuda_layout.channel_words(0, 1, 2, 3, 1, 5, [1, 2], [3, 4], 99)
+    assert [w for w, o in zip(with_it, words, strict=True) if w != o] == [99]
