@@ -40,6 +40,12 @@ class Layout:
         assert self.start is not None
         return whole.narrow(self.dim, self.start, self.length)
 
+    def is_uneven(self, whole: Tensor, world_size: int) -> bool:
+        """Whether the part is not an N-th of the whole's dim."""
+        if self.dim is None or self.length is None:
+            return False
+        return self.length * world_size != whole.shape[self.dim]
+
     def apply(
         self, whole: Tensor, shape: torch.Size, world_size: int, rank: int
     ) -> Tensor | None:

@@ -7,11 +7,12 @@ taken for a peer: "relative" moves an index with the rank where no other index o
 same dim is read, "rotating" moves indices of which fewer than N are read, "turning"
 moves all, "exclusive_or" moves them as butterfly exchanges do, and "absolute" keeps
 them. Peers are run only as far as their collectives, since nothing else of theirs
-reaches this rank.
+reaches this rank, unless all of theirs is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class Lockstep:
         symbols: numbers for symbolic sizes.
         exact: compute every float in float64, so that only algebra matters.
         reading: how a peer takes an own-rank constant, one of READINGS.
+        every_rank: run peers to their end, as far as this rank's sizes allow.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Lockstep:
         symbols: Symbols,
         exact: bool,
         reading: str = "relative",
+        every_rank: bool = False,
     ) -> None:
         self._region = region
+        self._every_rank = every_rank
         self.world_size = world_size
         self._rank = rank
         self.symbols = symbols
@@ -107,6 +111,8 @@ class Lockstep:
                 for rank in range(self.world_size):
                     if rank == self._rank or node in needed:
                         self._values[rank][node] = self._evaluate(node, rank)
+                    elif self._every_rank:
+                        self._try(node, rank)
         except Unsupported:
             raise
         except Exception as error:  # any op may reject trial shapes in its own way
@@ -114,6 +120,15 @@ class Lockstep:
                 f"{node.name}: {type(error).__name__}: {error}"
             ) from error
         return self._values[self._rank]
+
+    def values_of(self, rank: int) -> dict[Node, Any]:
+        """A rank's values after the run; of a peer only what it was run for."""
+        return self._values[rank]
+
+    def _try(self, node: Node, peer: int) -> None:
+        # An uneven part has sizes of its own on every rank, and this graph's are ours.
+        with contextlib.suppress(Exception):
+            self._values[peer][node] = self._evaluate(node, peer)
 
     def _leaf(self, value: Tensor) -> Tensor:
         return value.double() if self._exact and value.is_floating_point() else value

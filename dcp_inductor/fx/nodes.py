@@ -30,6 +30,26 @@ _VIEW_OPS = {
     torch.ops.aten.contiguous.default,
     torch.ops.aten.detach.default,
 }
+# Ops whose result holds elements of their inputs, whatever these are.
+_MOVING_OPS = _VIEW_OPS | {
+    operator.getitem,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.stack.default,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.flip.default,
+    torch.ops.aten.roll.default,
+    torch.ops.aten.copy.default,
+    torch.ops.aten.view.dtype,
+}
 _CAST_OPS = {
     torch.ops.prims.convert_element_type.default,
     torch.ops.aten._to_copy.default,
@@ -87,6 +107,11 @@ def reads_no_strides(node: Node) -> bool:
 def is_view_like(node: Node) -> bool:
     """Whether the node holds all elements of its first input, in some layout."""
     return node.op == "call_function" and node.target in _VIEW_OPS
+
+
+def only_moves(node: Node) -> bool:
+    """Whether the node copies elements and never looks at them."""
+    return node.op == "call_function" and node.target in _MOVING_OPS
 
 
 def is_widening_cast(node: Node) -> bool:

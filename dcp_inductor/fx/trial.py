@@ -19,6 +19,10 @@ ORDINARY = 8.0
 SKEW = 70.0
 # The same in float64, beyond any plausible clamp of an LSE.
 EXACT_SKEW = 500.0
+# Far beyond any LSE of attention, where bounds may stand.
+FAR = (1e4, 1e9)
+# A finite number that code takes for an empty shard.
+MARK = -1e30
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,10 @@ class Trial:
     exact: bool
     skewed: bool = False
     scale: float = 1.0  # of the partial outputs
-    empty: str = ""  # "", "zero" or "nan": payload of the empty shards
+    # "zero" or "nan": payload of empty shards; "marked": rows of MARK on all ranks.
+    empty: str = ""
+    far: float = 0.0  # distance of all LSEs of a row from zero, instead of the skew
+    beyond: int = 0  # symbolic sizes exceed this
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class Data:
         output_value = tensor_val(cut.partial_output)
         assert output_value is not None
         shape = symbols.shape(output_value)
+        dtypes = [v.dtype for v in map(tensor_val, cut.leaves) if v is not None]
         feature = hypothesis.feature_dim
         rows = [size for dim, size in enumerate(shape) if dim != feature]
         output = normal(world_size, *shape) * trial.scale
@@ -84,19 +92,29 @@ class Data:
             # Far from zero throughout, where 16-bit floats are coarse.
             side = torch.rand(rows, generator=generator, device="cpu").double() - 0.5
             reach = EXACT_SKEW if trial.exact else SKEW
+            reach = trial.far or reach
             level = level + side.sign() * (0.65 + 0.7 * side.abs()) * reach
         empty = torch.zeros(world_size, *rows, dtype=torch.bool, device="cpu")
         if trial.empty:
             empty = (
                 torch.rand(world_size, *rows, generator=generator, device="cpu") < 0.5
             )
-            level = level.masked_fill(empty, -math.inf)
-            payload = 0.0 if trial.empty == "zero" else math.nan
-            output = output.masked_fill(empty.unsqueeze(feature + 1), payload)
+            if trial.empty == "marked":
+                level = level.masked_fill(empty[:1], MARK)
+                empty = torch.zeros_like(empty)
+            else:
+                level = level.masked_fill(empty, -math.inf)
+                payload = 0.0 if trial.empty == "zero" else math.nan
+                output = output.masked_fill(empty.unsqueeze(feature + 1), payload)
         weight = (
             torch.rand(world_size, *rows, generator=generator, device="cpu").double()
             + 0.5
         )
+        if trial.skewed:
+            # Decades apart from row to row: beside these an epsilon or a bound shows.
+            decades = _decades(hypothesis.kind, dtypes)
+            exponent = torch.empty(rows, dtype=torch.float64, device="cpu")
+            weight = weight * 10 ** exponent.uniform_(*decades, generator=generator)
         weight = weight.masked_fill(empty, 0.0)
         statistics = {
             "lse": [level],
@@ -157,10 +175,21 @@ class Data:
             ]
             output = output / total.unsqueeze(self._feature + 1)
         lse = torch.logsumexp(level, 0)
-        weight = (level - lse).exp().nan_to_num(0.0)
+        # Not level - lse: beside a number of many digits the sum is lost.
+        weight = torch.softmax(level, 0).nan_to_num(0.0)
         # An empty shard is NaN, by its payload or by the division: no product with 0.
         last = output.movedim(self._feature + 1, -1)
         if self._has_empty:
             last = last.masked_fill((weight == 0).unsqueeze(-1), 0.0)
         merged = torch.einsum("n...d,n...->...d", last, weight)
         return Expected(merged.movedim(-1, self._feature), lse / factor)
+
+
+def _decades(kind: str, dtypes: Sequence[torch.dtype]) -> tuple[float, float]:
+    """Range of the decimal exponents of weights, or of sums of exponentials."""
+    most = min(math.log10(torch.finfo(dtype).max) for dtype in dtypes)
+    if kind == "sum":
+        return -0.7 * most, 0.7 * most
+    # A maximum leaves a sum of at least one, where it is the row's own; the keys of a
+    # long context add up to some millions.
+    return -3.0, min(6.0, 0.7 * most)

@@ -53,7 +53,8 @@ class Case:
     is only less exact, ``ambiguous`` one whose graph on some rank is exactly that of
     the merge, so that the ranks may end in an error. ``leaves`` are the collectives
     that are no part of a site and have to stay; ``tolerance`` the recipe's own distance
-    to the dense result where its algebra is not in fp32. ``traceable`` and ``unbacked``
+    to the dense result where its algebra is not in fp32; ``other_tokens`` are counts
+    that a symbolic graph is run with as well. ``traceable`` and ``unbacked``
     are False where torch itself cannot trace the spelling (with an unbacked token
     count).
     """
@@ -75,6 +76,7 @@ class Case:
     traceable: bool = True
     leaves: tuple[str, ...] = ()
     tolerance: float | None = None
+    other_tokens: tuple[int, ...] = ()
     world_sizes: tuple[int, ...] = (2, 4)
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 

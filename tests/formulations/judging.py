@@ -165,6 +165,8 @@ def trial_problems(
     A symbolic graph has to hold for other token counts than the one it was traced with.
     """
     others = {STATIC: [], DYNAMIC: [2, 7], UNBACKED: [1, 7]}[form]
+    if form != STATIC:
+        others += case.other_tokens
     if tokens == 1 and form == DYNAMIC:
         others = []
     for count in [tokens, *others]:
