@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.fx.axes import statistic_axes
+from dcp_inductor.fx.judge import Judge
 from dcp_inductor.fx.layout import find_layout
 from dcp_inductor.fx.lockstep import READINGS, Lockstep, Unsupported
 from dcp_inductor.fx.nodes import (
@@ -36,8 +37,6 @@ from dcp_inductor.fx.thresholds import largest_threshold
 from dcp_inductor.fx.trial import (
     FAR,
     MARK,
-    ORDINARY,
-    SKEW,
     Data,
     Expected,
     Hypothesis,
@@ -90,6 +89,8 @@ class _Prover:
         self.eps = max(
             (torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0
         )
+        statistics = [self._value(statistic).dtype for statistic in cut.statistics]
+        self.judge = Judge(world_size, self.exact, self.eps, statistics)
         # A multiple of N where a split of a symbolic size must come out even.
         self.stretch = 1
 
@@ -145,7 +146,7 @@ class _Prover:
         refuted: Refuted | None = None
         for hypothesis in hypotheses:
             expected = data.expected(hypothesis)
-            exits = self._solve(values, expected, self._equal(trial), hypothesis)
+            exits = self._solve(values, expected, self.judge.equal(trial), hypothesis)
             if exits is None:
                 continue
             refuted = self._confirm(hypothesis, exits, reading)
@@ -210,49 +211,18 @@ class _Prover:
             if seat != self.rank and (uneven or not isinstance(value, Tensor)):
                 continue  # an uneven part has a size on each rank that this graph lacks
             value = value.double()
-            problem = ("layout", "the result's layout changes with its size")
+            problem = Refuted("layout", "the result's layout changes with its size")
             # A place that no reading moves is this rank's, on every rank.
             for place in dict.fromkeys((seat, self.rank)):
                 wanted = found.layout.apply(whole, value.shape, self.world_size, place)
                 if wanted is not None:
                     scale = trial.scale if found.what == "output" else 1.0
-                    differs = self._differs(value / scale, wanted / scale, trial)
+                    differs = self.judge.differs(value / scale, wanted / scale, trial)
                     if differs is None:
                         break
                     problem = differs
             else:
-                return Refuted(*problem)
-        return None
-
-    def _differs(
-        self, value: Tensor, wanted: Tensor, trial: Trial
-    ) -> tuple[str, str] | None:
-        if trial.empty or trial.far:
-            # Where the graph gives NaN for an empty shard, the op's finite result is an
-            # answer.
-            known = ~value.isnan()
-            same = (value == wanted) | self._close(value, wanted, trial)
-            if trial.empty == "marked":
-                # Beside such a number sums are lost, and weights with them; but code
-                # that takes it for an empty shard gives zero.
-                same |= value != 0
-            if bool((known & ~same).any()):
-                if trial.far:
-                    return "not_equivalent", "an LSE far from zero is treated apart"
-                return "empty_shards", "rows with empty shards come out differently"
-            return None
-        finite = value.isfinite()
-        if not bool(finite.all()):
-            if not trial.skewed or trial.exact:
-                return "not_finite", "the result is not finite on ordinary data"
-            value, wanted = value[finite], wanted[finite]
-        if not self._equal(trial)(value, wanted):
-            if trial.skewed:
-                return (
-                    "precision",
-                    "an LSE of large magnitude loses precision on the way",
-                )
-            return "not_equivalent", "results differ from the merge"
+                return problem
         return None
 
     def _run(
@@ -297,7 +267,7 @@ class _Prover:
         if self.stretch > 1:
             return self.stretch * (beyond + 1 + draw % 3)
         if beyond:
-            return int(sympy.prime(sympy.primepi(beyond) + 1 + draw % len(_PRIMES)))
+            return int(sympy.nextprime(beyond, 1 + draw % len(_PRIMES)))
         return _PRIMES[draw % len(_PRIMES)]
 
     def _numbers(self, trial: Trial, hypothesis: Hypothesis) -> Symbols:
@@ -392,51 +362,8 @@ class _Prover:
                 return Exit(node, "lse", layout, scale)
         return None
 
-    def _equal(self, trial: Trial) -> Callable[[Tensor, Tensor], bool]:
-        most, typical = self._tolerance(trial)
-
-        def equal(value: Tensor, wanted: Tensor) -> bool:
-            if value.numel() == 0:
-                return True
-            difference = (value - wanted).abs()
-            largest = wanted.abs().max().clamp(min=1.0)
-            usual = wanted.square().mean().sqrt().clamp(min=0.05)
-            return bool(difference.max() <= most * largest) and bool(
-                difference.square().mean().sqrt() <= typical * usual
-            )
-
-        return equal
-
-    def _tolerance(self, trial: Trial) -> tuple[float, float]:
-        """Difference to allow: the largest relative to the largest value, and the
-        root mean square relative to the values' own.
-        """
-        if trial.exact:
-            return 1e-5, 2e-6
-        most, typical = 32 * self.eps, 4 * self.eps
-        if trial.skewed or self.exact:
-            # An LSE of this size is only known to this much, whatever is computed from
-            # it, and a fold over the ranks rounds it once a rank. Ranks see different
-            # rows: what one of them must accept, none may refuse narrowly. (Where the
-            # algebra is not proven in float64, ordinary trials stay strict.)
-            dtype = min(
-                (self._value(s).dtype for s in self.cut.statistics), key=_fineness
-            )
-            size = SKEW if trial.skewed else ORDINARY
-            rounding = self.world_size * size * torch.finfo(dtype).eps
-            most, typical = most + 4 * rounding, typical + rounding
-        return most, typical
-
-    def _close(self, value: Tensor, wanted: Tensor, trial: Trial) -> Tensor:
-        most, _ = self._tolerance(trial)
-        return (value - wanted).abs() <= most * wanted.abs().clamp(min=1.0)
-
     @staticmethod
     def _value(node: Node) -> Tensor:
         value = tensor_val(node)
         assert value is not None
         return value
-
-
-def _fineness(dtype: torch.dtype) -> float:
-    return -torch.finfo(dtype).eps
