@@ -73,7 +73,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanation:
+def explain(model: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Explanation:
     """Compile ``model`` afresh with this backend, run it once, and say what was done.
 
     Every rank must call this, since the model's exchanges run. Side effects of the

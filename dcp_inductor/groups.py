@@ -28,6 +28,26 @@ def resolve(group_name: str) -> dist.ProcessGroup:
         ) from error
 
 
+def or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that a public function was given, or the world.
+
+    Raises:
+        ValueError: there is none, or this process is not in it.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError(
+            "expected a process group, got none: call "
+            "torch.distributed.init_process_group first"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            "expected a process group that this process is in, as "
+            f"torch.distributed.new_group returns it, got {group!r}"
+        )
+    return group
+
+
 def size(group_name: str) -> int:
     """Number of ranks in the group."""
     return resolve(group_name).size()

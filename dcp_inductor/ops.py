@@ -14,19 +14,15 @@ Shapes: T tokens, N ranks, h = heads of a rank, H = N * h heads, D head dim.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from dcp_inductor import groups
+from dcp_inductor import geometry, groups
 
 _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 _LIBRARY = torch.library.Library("dcp_inductor", "DEF")
-
-SCATTER_MODES = ("heads", "tokens", "none")
 
 
 def _check_token(token: Tensor) -> None:
@@ -34,6 +30,14 @@ def _check_token(token: Tensor) -> None:
         token.numel() == 0,
         lambda: f"order token: expected no elements, got shape {tuple(token.shape)}",
     )
+
+
+def _check_empty(token: Tensor) -> None:
+    # The quick form of _check_token, for calls.
+    if token.numel():
+        raise ValueError(
+            f"order token: expected no elements, got shape {tuple(token.shape)}"
+        )
 
 
 # q_gather: [T, h, D] of every rank -> [T, H or padded_heads, D], rank-major heads.
@@ -47,21 +51,6 @@ _LIBRARY.define(
 q_gather = torch.ops.dcp_inductor.q_gather.default
 
 
-def gathered_heads(query: Tensor, world_size: int, padded_heads: int) -> int:
-    """Heads of q_gather's result.
-
-    Raises:
-        ValueError: ``padded_heads`` cannot hold the heads of all ranks.
-    """
-    heads = query.shape[1] * world_size
-    if padded_heads and padded_heads < heads:
-        raise ValueError(
-            f"q_gather: expected padded_heads of 0 or at least {heads}, got "
-            f"{padded_heads}"
-        )
-    return padded_heads or heads
-
-
 @torch.library.register_fake("dcp_inductor::q_gather")
 def _(query, token, group_name, *, padded_heads=0, site=""):
     torch._check(
@@ -69,7 +58,7 @@ def _(query, token, group_name, *, padded_heads=0, site=""):
         lambda: f"q_gather: expected query [T, h, D], got {query.dim()} dims",
     )
     _check_token(token)
-    heads = gathered_heads(query, groups.size(group_name), padded_heads)
+    heads = geometry.gathered_heads(query, groups.size(group_name), padded_heads)
     return (
         query.new_empty((query.shape[0], heads, query.shape[2])),
         torch.empty_like(token),
@@ -142,110 +131,6 @@ _LIBRARY.define(
 a2a_lse_reduce = torch.ops.dcp_inductor.a2a_lse_reduce.default
 
 
-def check_a2a_lse_reduce(
-    partial_output: Tensor,
-    partial_lse: Tensor,
-    scatter: str,
-    split_sizes: Sequence[int],
-    seq_lens: Tensor | None,
-    query_start_loc: Tensor | None,
-    world_size: int,
-    output_dtype: torch.dtype | None = None,
-) -> None:
-    """Check arguments of a2a_lse_reduce that no rank could serve.
-
-    Raises:
-        ValueError: a wrong number of dims, dtype, scatter mode or split, or sizes that
-            are known to differ; with what was expected and what was given.
-    """
-    if partial_output.dim() != 3:
-        _refuse("partial_output [T, H, D]", f"{partial_output.dim()} dims")
-    if not partial_output.dtype.is_floating_point:
-        _refuse("a floating-point partial_output", f"{partial_output.dtype}")
-    if partial_lse.dim() != 2:
-        _refuse("partial_lse [T, H]", f"{partial_lse.dim()} dims")
-    if not partial_lse.dtype.is_floating_point:
-        _refuse("a floating-point partial_lse", f"{partial_lse.dtype}")
-    for dim, name in enumerate("TH"):
-        of_output, of_lse = partial_output.shape[dim], partial_lse.shape[dim]
-        if _differ(of_output, of_lse):
-            _refuse(
-                f"equal {name} in partial_output and partial_lse",
-                f"{of_output} and {of_lse}",
-            )
-    if scatter not in SCATTER_MODES:
-        _refuse(f"scatter in {SCATTER_MODES}", repr(scatter))
-    if split_sizes and (scatter == "none" or len(split_sizes) != world_size):
-        _refuse(
-            f"no split_sizes, or one per rank ({world_size}) with scatter 'heads' or "
-            "'tokens'",
-            f"{len(split_sizes)} with {scatter!r}",
-        )
-    if any(isinstance(size, int) and size < 0 for size in split_sizes):
-        _refuse("split_sizes of 0 or more", f"{list(split_sizes)}")
-    if (seq_lens is None) != (query_start_loc is None):
-        _refuse("both of seq_lens and query_start_loc or neither", "one of them")
-    check_lengths(seq_lens, query_start_loc)
-    if output_dtype is not None and not output_dtype.is_floating_point:
-        _refuse("a floating-point output_dtype", f"{output_dtype}")
-    if scatter == "none":
-        return
-    total = partial_output.shape[1 if scatter == "heads" else 0]
-    if split_sizes:
-        if _differ(sum(split_sizes), total):
-            _refuse(f"split_sizes that add up to {total}", f"{sum(split_sizes)}")
-    elif _differ(total % world_size, 0):
-        _refuse(
-            f"{scatter} that split evenly over {world_size} ranks, or split_sizes",
-            f"{total} {scatter}",
-        )
-
-
-def check_lengths(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> None:
-    """Check the two tensors of a row mask against each other; their batch may change
-    from call to call.
-
-    Raises:
-        ValueError: they are not ``[B]`` and ``[B + 1]``, or do not hold integers.
-    """
-    if seq_lens is None or query_start_loc is None:
-        return
-    for name, lengths in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
-        if lengths.dim() != 1:
-            _refuse(f"{name} with 1 dim", f"{lengths.dim()} dims")
-        if lengths.dtype.is_floating_point or lengths.dtype.is_complex:
-            _refuse(f"{name} of integers", f"{lengths.dtype}")
-    batch, starts = seq_lens.shape[0], query_start_loc.shape[0]
-    if _differ(starts, batch + 1):
-        _refuse(
-            "query_start_loc [B + 1] and seq_lens [B]",
-            f"{starts} entries and {batch}",
-        )
-
-
-def _refuse(expected: str, got: str) -> NoReturn:
-    raise ValueError(f"a2a_lse_reduce: expected {expected}, got {got}")
-
-
-def _differ(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Whether two sizes are known to differ; symbols are left to the run, unguarded."""
-    if isinstance(size, int) and isinstance(other, int):
-        return size != other
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(size != other)
-
-
-def scattered_shape(partial_lse, scatter, split_sizes, world_size, rank):
-    """Leading dims ``(tokens, heads)`` of this rank's part of the merged result."""
-    tokens, heads = partial_lse.shape
-    if scatter == "heads":
-        heads = split_sizes[rank] if split_sizes else heads // world_size
-    elif scatter == "tokens":
-        tokens = split_sizes[rank] if split_sizes else tokens // world_size
-    return tokens, heads
-
-
 @torch.library.register_fake("dcp_inductor::a2a_lse_reduce")
 def _(
     partial_output,
@@ -265,7 +150,7 @@ def _(
 ):
     group = groups.resolve(group_name)
     world_size = group.size()
-    check_a2a_lse_reduce(
+    geometry.check_a2a_lse_reduce(
         partial_output,
         partial_lse,
         scatter,
@@ -276,7 +161,9 @@ def _(
         output_dtype,
     )
     _check_token(token)
-    shape = scattered_shape(partial_lse, scatter, split_sizes, world_size, group.rank())
+    shape = geometry.scattered_shape(
+        partial_lse, scatter, split_sizes, world_size, group.rank()
+    )
     output = partial_output.new_empty(
         (*shape, partial_output.shape[2]), dtype=output_dtype or partial_output.dtype
     )
@@ -331,11 +218,13 @@ def _kernels() -> ModuleType:
 
 
 def _q_gather(query, token, group_name, *, padded_heads=0, site=""):
+    _check_empty(token)
     gathered = _kernels().q_gather(query, group_name, padded_heads, site)
     return gathered, torch.empty_like(token)
 
 
 def _kv_gather(rows, token, group_name, *, site=""):
+    _check_empty(token)
     gathered = _kernels().kv_gather(rows, group_name, site)
     return gathered, torch.empty_like(token)
 
@@ -363,6 +252,7 @@ def _a2a_lse_reduce(
     query_start_loc=None,
     site="",
 ):
+    _check_empty(token)
     output, lse = _kernels().a2a_lse_reduce(
         partial_output,
         partial_lse,

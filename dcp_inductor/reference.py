@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_inductor import groups, ops
+from dcp_inductor import geometry, groups
 
 # torch 2.13 renamed it, and warns about the old name.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +40,7 @@ def merge(
         is empty the output is 0 and the LSE -inf; a NaN payload of a shard that has
         weight stays NaN.
     """
-    compute_dtype = torch.promote_types(outputs[0].dtype, torch.float32)
+    compute_dtype = _compute_dtype(outputs[0].dtype)
     cleaned = [_empty_as_minus_inf(lse.to(compute_dtype)) for lse in lses]
     exp, log = (torch.exp, torch.log) if is_lse_base_on_e else (torch.exp2, torch.log2)
     highest = cleaned[0]
@@ -86,7 +86,7 @@ def empty_rows(num_tokens: int, seq_lens: Tensor, query_start_loc: Tensor) -> Te
 def q_gather(query: Tensor, group_name: str, padded_heads: int = 0) -> Tensor:
     """``[T, h, D]`` of every rank to ``[T, H or padded_heads, D]``, rank-major."""
     group = groups.resolve(group_name)
-    heads = ops.gathered_heads(query, group.size(), padded_heads)
+    heads = geometry.gathered_heads(query, group.size(), padded_heads)
     gathered = _all_gather(query, group)  # [N, T, h, D]
     num_ranks, num_tokens, heads_per_rank, head_dim = gathered.shape
     result = query.new_empty((num_tokens, heads, head_dim))
@@ -122,7 +122,7 @@ def a2a_lse_reduce(
     could serve.
     """
     group = groups.resolve(group_name)
-    ops.check_a2a_lse_reduce(
+    geometry.check_a2a_lse_reduce(
         partial_output,
         partial_lse,
         scatter,
@@ -132,7 +132,7 @@ def a2a_lse_reduce(
         group.size(),
         output_dtype,
     )
-    compute_dtype = torch.promote_types(partial_output.dtype, torch.float32)
+    compute_dtype = _compute_dtype(partial_output.dtype)
     lse = partial_lse.to(compute_dtype)
     if seq_lens is not None and query_start_loc is not None:
         empty = empty_rows(lse.shape[0], seq_lens, query_start_loc).to(lse.device)
@@ -156,12 +156,18 @@ def a2a_lse_reduce(
     return output, merged_lse.to(torch.float32)
 
 
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    # Not promote_types: 8-bit floats do not promote.
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _empty_as_minus_inf(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse.isnan() | (lse == torch.inf), -torch.inf)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+    # Not view(-1): a single element counts as contiguous whatever its strides.
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

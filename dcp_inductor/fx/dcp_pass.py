@@ -57,6 +57,9 @@ class DcpPass(InferenceAwarePass):
 
     def __init__(self, config_overrides: Mapping[str, Any] | None = None) -> None:
         self.config_overrides = dict(config_overrides or {})
+        for name, value in self.config_overrides.items():
+            getattr(config, name)  # names the near ones if there is no such knob
+            config.check(name, value)
 
     def __call__(self, graph: Graph, is_inference: bool = True) -> None:
         if not any(issues_exchange(node) for node in graph.nodes):
@@ -168,7 +171,7 @@ class _Run:
         vote = reject.reason if reject else votes.ACCEPTED
         for name in sorted({candidate.name, *candidate.aliases}):
             votes.post(group.name, name, vote)
-        if reject is not None and reject.code == "foreign_rank":
+        if reject is not None and reject.code in ("foreign_rank", "over_capacity"):
             insert_guard(
                 self._graph, candidate.first_collective, candidate.name, reject.reason
             )

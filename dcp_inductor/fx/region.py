@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from dcp_inductor.fx.nodes import (
 _MAX_REGION = 600
 
 _aten = torch.ops.aten
+# What tracing, export and freezing call the tensors that they took for constants.
+_CONSTANT = re.compile(r"(_tensor_constant|_?lifted_tensor_|_frozen_param)\d+")
 _CONTRACTIONS = {
     _aten.mm.default,
     _aten.bmm.default,
@@ -170,7 +173,9 @@ class GraphIndex:
 
     def _is_constant(self, node: Node) -> bool:
         if node.op == "get_attr":
-            return tensor_val(node) is not None
+            # Buffers and parameters that a graph reads from its module may change.
+            name = str(node.target).rpartition(".")[2]
+            return tensor_val(node) is not None and bool(_CONSTANT.fullmatch(name))
         if not is_pure(node) or is_number(node):
             return False
         return all(source in self.constants for source in tensor_inputs(node))

@@ -85,8 +85,8 @@ def fingerprint(region: Region) -> tuple[Any, ...]:
 
 
 def _digest(node: Node) -> str:
-    value = constant_of(node).contiguous()
-    data = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    value = constant_of(node).clone(memory_format=torch.contiguous_format)
+    data = value.view(-1).view(torch.uint8).numpy().tobytes()
     return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(data).hexdigest()}"
 
 

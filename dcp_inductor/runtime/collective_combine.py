@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_inductor import capability, groups, ops, reference
+from dcp_inductor import capability, geometry, groups, reference
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def packed_all_to_all(
     """
     group = groups.resolve(group_name)
     size, rank = group.size(), group.rank()
-    ops.check_a2a_lse_reduce(
+    geometry.check_a2a_lse_reduce(
         partial_output, partial_lse, scatter, split_sizes, seq_lens, query_start_loc,
         size,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def corrected_reduce(
     """
     group = groups.resolve(group_name)
     size = group.size()
-    ops.check_a2a_lse_reduce(
+    geometry.check_a2a_lse_reduce(
         partial_output, partial_lse, scatter, (), seq_lens, query_start_loc, size
     )
     kernels = _kernels(partial_output)
@@ -153,7 +153,7 @@ def corrected_reduce(
         partial_output, gathered, group.rank(), 1 if scatter == "none" else size,
         scatter == "tokens", is_lse_base_on_e, return_lse,
     )  # fmt: skip
-    shape = ops.scattered_shape(partial_lse, scatter, (), size, group.rank())
+    shape = geometry.scattered_shape(partial_lse, scatter, (), size, group.rank())
     if scatter == "none":
         output = weighted
         dist.all_reduce(output, group=group)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dcp_inductor import capability, config, ops
+from dcp_inductor import capability, config, geometry
 from dcp_inductor.capability import Refusal
 from dcp_inductor.runtime import cuda_launch_ops, cuda_layout, cuda_registry
 from dcp_inductor.runtime.cuda_workspace import Workspace
@@ -79,7 +79,9 @@ def q_gather(
     plan = workspace.plans.get(key)
     if plan is None:
         num_tokens, heads, head_dim = query.shape
-        total = ops.gathered_heads(query, workspace.memory.world_size, padded_heads)
+        total = geometry.gathered_heads(
+            query, workspace.memory.world_size, padded_heads
+        )
         options = f"padded_heads={padded_heads}" if padded_heads else ""
         call = Signature(
             "q_gather", tuple(query.shape), _name(query.dtype), options, "", site
@@ -194,7 +196,7 @@ def a2a_lse_reduce(
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
-        ops.check_a2a_lse_reduce(
+        geometry.check_a2a_lse_reduce(
             partial_output, partial_lse, scatter, split_sizes, seq_lens,
             query_start_loc, workspace.memory.world_size,
         )  # fmt: skip
@@ -206,7 +208,7 @@ def a2a_lse_reduce(
         if isinstance(plan, Refusal):
             return plan
         workspace.plans[key] = plan
-    ops.check_lengths(seq_lens, query_start_loc)
+    geometry.check_lengths(seq_lens, query_start_loc)
     output = partial_output.new_empty(plan.shape, dtype=plan.output_dtype)
     lse = partial_output.new_empty(plan.lse_shape, dtype=torch.float32)
     cuda_launch_ops.symm_a2a_lse_reduce(
@@ -376,7 +378,7 @@ def _plan_combine(
     table = _table(workspace, layout, call, words)
     if isinstance(table, Refusal):
         return table
-    shape = ops.scattered_shape(
+    shape = geometry.scattered_shape(
         partial_lse, scatter, split_sizes, memory.world_size, memory.rank
     )
     lse_shape: tuple[int, ...] = (0,)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcp_inductor import config, groups, ops, reference
+from dcp_inductor import config, geometry, groups, reference
 from dcp_inductor.capability import Refusal
 from dcp_inductor.runtime import (
     collective_combine,
@@ -40,7 +40,7 @@ def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Te
         raise ValueError(f"q_gather: expected query [T, h, D], got {query.dim()} dims")
     if query.numel() == 0:
         _agree_on_no_rows("q_gather", "direct_query_gather", query, group_name, site)
-        heads = ops.gathered_heads(query, groups.size(group_name), padded_heads)
+        heads = geometry.gathered_heads(query, groups.size(group_name), padded_heads)
         padding = query.new_empty((query.shape[0], heads, query.shape[2]))
         return padding.zero_() if padding.numel() else padding
     mode = config.read("direct_query_gather")
@@ -206,11 +206,11 @@ def _no_rows(
 ) -> tuple[Tensor, Tensor]:
     """The result of a call without rows."""
     group = groups.resolve(group_name)
-    ops.check_a2a_lse_reduce(
+    geometry.check_a2a_lse_reduce(
         partial_output, partial_lse, scatter, split_sizes, None, None, group.size(),
         output_dtype,
     )  # fmt: skip
-    shape = ops.scattered_shape(
+    shape = geometry.scattered_shape(
         partial_lse, scatter, split_sizes, group.size(), group.rank()
     )
     output = partial_output.new_empty(

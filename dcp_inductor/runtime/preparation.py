@@ -36,16 +36,11 @@ def prepare(
         Whether exchanges go direct. If not they take the collectives, on all ranks.
 
     Raises:
-        DCPError: within the capture of a CUDA graph.
+        DCPError: within the capture of a CUDA graph, or where an exchange would raise.
         DCPTimeoutError: a rank did not come within ``config.timeout_s`` seconds.
         ValueError: there is no group, or the device is of another kind.
     """
-    group = group or dist.group.WORLD
-    if group is None:
-        raise ValueError(
-            "expected a process group, got none: call torch.distributed."
-            "init_process_group before dcp_inductor.prepare"
-        )
+    group = groups.or_world(group)
     where = _device(group, device)
     workspace = (
         registry.workspace_for(group.group_name)
@@ -58,6 +53,7 @@ def prepare(
             group.group_name, where, workspace.detail,
         )  # fmt: skip
         return False
+    workspace.check()
     return True
 
 

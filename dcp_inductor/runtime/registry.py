@@ -61,11 +61,7 @@ def recover(group: dist.ProcessGroup | None = None) -> None:
     Raises:
         DCPTimeoutError: a rank did not come within ``config.timeout_s``.
     """
-    group = group or dist.group.WORLD
-    if group is None:
-        raise ValueError(
-            "expected a process group, got none: torch.distributed is not set up"
-        )
+    group = groups.or_world(group)
     members = _groups.pop(group, None)
     if isinstance(members, list):
         for workspace in members:

@@ -9,14 +9,18 @@ acknowledged the same offer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import Store
+
+from dcp_inductor.errors import DCPError
 
 _PREFIX = "dcp_inductor/session"
 _LONGEST_NAP_S = 0.02
@@ -29,6 +33,17 @@ class PeersMissingError(Exception):
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(f"no sign of ranks {ranks}")
         self.ranks = ranks
+
+
+@contextlib.contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise DCPError(
+            "the store of the process group cannot be reached; the process that holds "
+            f"it, usually rank 0, may have ended: {error}. Start all ranks anew"
+        ) from error
 
 
 class Session:
@@ -48,6 +63,7 @@ class Session:
 
         Raises:
             PeersMissingError: some rank did not come within ``timeout_s``.
+            DCPError: the store cannot be reached.
         """
         self._store = store
         self._rank = rank
@@ -55,7 +71,8 @@ class Session:
         self._deadline = time.monotonic() + timeout_s
         self._while_waiting = while_waiting
         self._rounds = 0
-        self._name = self._handshake()
+        with _reachable():
+            self._name = self._handshake()
 
     def exchange(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's ``payload``, by rank; a round that all ranks must make.
@@ -63,13 +80,15 @@ class Session:
         Raises:
             PeersMissingError: some rank did not post its payload before the session's
                 deadline.
+            DCPError: the store cannot be reached.
         """
         prefix = f"{_PREFIX}/{self._name}/{self._rounds}"
         self._rounds += 1
-        self._store.set(f"{prefix}/{self._rank}", json.dumps(payload))
         keys = [f"{prefix}/{peer}" for peer in range(self._world_size)]
-        self._wait_for(keys)
-        return [json.loads(self._store.get(key)) for key in keys]
+        with _reachable():
+            self._store.set(f"{prefix}/{self._rank}", json.dumps(payload))
+            self._wait_for(keys)
+            return [json.loads(self._store.get(key)) for key in keys]
 
     def _handshake(self) -> str:
         nonce = secrets.token_hex(8)

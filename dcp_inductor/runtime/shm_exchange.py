@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dcp_inductor import capability, config, launch_ops, ops
+from dcp_inductor import capability, config, geometry, launch_ops
 from dcp_inductor.capability import Refusal
 from dcp_inductor.runtime import layout, registry
 from dcp_inductor.runtime.signature import Signature
@@ -82,7 +82,7 @@ def q_gather(
     if plan is None:
         max_tokens = config.max_tokens
         num_tokens, heads, head_dim = query.shape
-        total = ops.gathered_heads(query, workspace.world_size, padded_heads)
+        total = geometry.gathered_heads(query, workspace.world_size, padded_heads)
         call = Signature(
             "q_gather", tuple(query.shape), _name(query.dtype),
             f"padded_heads={padded_heads}" if padded_heads else "", "", site,
@@ -182,7 +182,7 @@ def a2a_lse_reduce(
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
-        ops.check_a2a_lse_reduce(
+        geometry.check_a2a_lse_reduce(
             partial_output, partial_lse, scatter, split_sizes, seq_lens,
             query_start_loc, workspace.world_size, output_dtype,
         )  # fmt: skip
@@ -194,7 +194,7 @@ def a2a_lse_reduce(
         if isinstance(plan, Refusal):
             return plan
         workspace.plans[key] = plan
-    ops.check_lengths(seq_lens, query_start_loc)
+    geometry.check_lengths(seq_lens, query_start_loc)
     output = partial_output.new_empty(plan.shape, dtype=plan.output_dtype)
     lse = partial_output.new_empty(plan.lse_shape, dtype=torch.float32)
     source = _rows_dense(partial_output)
@@ -245,7 +245,7 @@ def _plan_combine(
     )
     if isinstance(table, Refusal):
         return _refused(workspace, call, table)
-    my_tokens, my_heads = ops.scattered_shape(
+    my_tokens, my_heads = geometry.scattered_shape(
         partial_lse, scatter, split_sizes, workspace.world_size, workspace.rank
     )
     part = [0, num_tokens, 0, heads]

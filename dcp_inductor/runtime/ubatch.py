@@ -26,8 +26,8 @@ def ubatch(index: int) -> Iterator[None]:
     A group has as many as ``config.num_ubatches`` said at its first exchange; one
     beyond them raises ValueError.
     """
-    if index < 0:
-        raise ValueError(f"expected a micro-batch of at least 0, got {index}")
+    if not isinstance(index, int) or index < 0:
+        raise ValueError(f"expected a micro-batch, an integer from 0, got {index!r}")
     previous = current()
     _state.index = index
     try:

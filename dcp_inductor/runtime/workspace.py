@@ -78,6 +78,15 @@ class Workspace:
         self._refused_bytes: dict[int, Refusal] = {}
         self._header_table = self._table(0, [0] * self.world_size)
 
+    def check(self) -> None:
+        """Raise what the next exchange would raise at once.
+
+        Raises:
+            DCPError: the workspace is out of use, or belongs to a parent process.
+        """
+        if self._why_dead or self._pid != os.getpid():
+            self._refuse()
+
     @property
     def epoch(self) -> int:
         """Number of the last exchange that this rank began."""
@@ -231,7 +240,11 @@ class Workspace:
             raise
         if status == launch_ops.MISMATCH:
             peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
-            raise self._mismatch(op, peer)
+            mismatch = self._mismatch(op, peer)
+            if not all(map(self._has_arrived, range(self.world_size))):
+                # Without a peer that may still read the slot of the call before.
+                self.mark_dead(str(mismatch))
+            raise mismatch
 
     def _compare_votes(self, site: str) -> None:
         try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dcp_inductor import ops, reference
+from dcp_inductor import geometry, ops, reference
 from dcp_inductor.runtime import registry
 from tests.support import fallbacks, group_name, world
 
@@ -119,7 +119,7 @@ def combine_all_options(
                     check_close(got_lse, plain_lse, mine_lse)
 
 
-@pytest.mark.parametrize("scatter", ops.SCATTER_MODES)
+@pytest.mark.parametrize("scatter", geometry.SCATTER_MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", WORLDS)
 def test_combine_equals_oracle(size: int, dtype: torch.dtype, scatter: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_inductor import config, ops, recover, reference
-from dcp_inductor.errors import DCPMismatchError
+from dcp_inductor import config, ops, prepare, recover, reference
+from dcp_inductor.errors import DCPError, DCPMismatchError
 from dcp_inductor.runtime import registry, shm, ubatch
 from tests.support import (
     Log,
@@ -323,6 +323,13 @@ def bad_arguments(rank: int, size: int) -> None:
         (lambda: masked([1, 2], [0, 2]), r"\[B \+ 1\] .*got 2 entries and 2"),
         (lambda: masked([[1]], [0, 2]), "seq_lens with 1 dim, got 2"),
         (lambda: masked([0.5], [0, 2]), "seq_lens of integers, got torch.float32"),
+        (lambda: ops.kv_gather(x, torch.empty(1), name), "token: expected no elements"),
+        (
+            lambda: ops.a2a_lse_reduce(x[:, :, :2], lse.to("meta"), TOKEN, name),
+            "partial_lse on cpu, where partial_output is, got meta",
+        ),
+        (lambda: recover("0"), "expected a process group that this process is in"),
+        (lambda: ubatch.ubatch(1.5).__enter__(), "an integer from 0, got 1.5"),
         (lambda: ops.q_gather(x, TOKEN, "nobody"), "name of a live process group"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -334,6 +341,29 @@ def bad_arguments(rank: int, size: int) -> None:
 
 def test_bad_arguments_say_what_was_expected() -> None:
     world(2).run(bad_arguments)
+
+
+def collectives_of_any_layout(rank: int, size: int) -> None:
+    """One element counts as contiguous whatever its strides; 8-bit floats merge too."""
+    name = group_name()
+    wide = torch.arange(8.0).view(2, 4) + rank
+    one = wide[:1, :1, None].as_strided((1, 1, 1), (7, 3, 5))
+    with config.patch(direct_combine="disable", direct_kv_gather="disable"):
+        for dtype in (torch.float32, torch.float64, torch.float8_e4m3fn):
+            output = one.to(dtype).as_strided((1, 1, 1), (7, 3, 5))
+            lse = wide[:1, ::4].as_strided((1, 1), (4, 4))
+            got = ops.a2a_lse_reduce(
+                output, lse, TOKEN, name, scatter="none", output_dtype=torch.float32
+            )[0]
+            weight = torch.softmax(torch.arange(float(size)), 0)
+            wanted = (weight * torch.arange(float(size))).sum()
+            torch.testing.assert_close(got.item(), wanted.item(), atol=1e-6, rtol=1e-5)
+        rows = ops.kv_gather(one, TOKEN, name)[0]
+        assert rows.flatten().tolist() == [float(r) for r in range(size)]
+
+
+def test_the_collectives_take_any_layout_and_float() -> None:
+    world(2).run(collectives_of_any_layout)
 
 
 def nothing_left(rank: int, size: int) -> list[str]:
@@ -354,8 +384,11 @@ def forked(rank: int, size: int) -> None:
     child = os.fork()
     if child == 0:
         try:
-            combine(name, rank, size)
             text = "no error"
+            for call in (lambda: combine(name, rank, size), prepare):
+                with pytest.raises(DCPError, match="create the process group after"):
+                    call()
+            text = "refused"
         except BaseException as error:
             text = str(error)
         os.write(write, text.encode())
@@ -364,7 +397,7 @@ def forked(rank: int, size: int) -> None:
     said = os.read(read, 4096).decode()
     os.close(read)
     os.waitpid(child, 0)
-    assert "create the process group after forking" in said, said
+    assert said == "refused", said
     combine(name, rank, size)
 
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dcp_inductor import DcpPass
 from dcp_inductor.errors import DCPError
+from dcp_inductor.fx.region import GraphIndex
 from tests.formulations import family_a
 from tests.formulations import spelling as sp
 from tests.formulations.cases import Context
@@ -162,6 +164,8 @@ def test_more_tokens_than_a_workspace_holds() -> None:
         after = rewrite(traced(fn, tensors), max_tokens=2)
         codes = {site.code for site in after.sites if site.op != op}
         assert codes == {"over_capacity"}
+        # A peer may have another limit, and wait in the exchange.
+        assert after.calls("site_guard") == ["site_guard"] * (op == "a2a_lse_reduce")
         assert "3 rows exceed max_tokens=2; raise" in after.sites[0].reason
         accept(fn, tensors, op, max_tokens=3)
 
@@ -389,3 +393,25 @@ def test_forced_site_that_cannot_be_rewritten_is_an_error(fn: Model, knob: str) 
         rewrite(graph, **{knob: "force"}, **limits)
     twin = own_row if fn is first_row else fn
     assert rewrite(traced(twin, tensors), **{knob: "force"}).counts["rewritten"] == 1
+
+
+def test_knobs_of_the_pass_are_checked_when_it_is_made() -> None:
+    with pytest.raises(AttributeError, match="does not exist"):
+        DcpPass({"max_token": 3})
+    with pytest.raises(ValueError, match="max_tokens: expected a positive integer"):
+        DcpPass({"max_tokens": 0})
+
+
+def test_buffers_of_the_module_are_no_constants() -> None:
+    """What a graph reads from its module may have another value at the next call."""
+    graph = traced(
+        lambda ctx, *args: sp.ag(ctx, args[0]) * args[1], [ROWS, ROWS[:1, :1]]
+    )
+    module = graph.graph_module()
+    scale = [n for n in module.graph.nodes if n.op == "placeholder"][1]
+    for name, constant in (("_tensor_constant0", True), ("scale", False)):
+        module.register_buffer(name, torch.ones(1, 1))
+        with module.graph.inserting_before(scale):
+            read = module.graph.get_attr(name)
+        read.meta["val"] = scale.meta["val"]
+        assert (read in GraphIndex(module.graph).constants) == constant

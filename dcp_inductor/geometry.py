@@ -1,0 +1,144 @@
+"""Arguments that the graph ops accept, and shapes of their results.
+
+For fakes and calls alike. Sizes may be symbols: only what is known to be wrong is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+SCATTER_MODES = ("heads", "tokens", "none")
+
+
+def gathered_heads(query: Tensor, world_size: int, padded_heads: int) -> int:
+    """Heads of q_gather's result.
+
+    Raises:
+        ValueError: ``padded_heads`` cannot hold the heads of all ranks.
+    """
+    heads = query.shape[1] * world_size
+    if padded_heads and padded_heads < heads:
+        raise ValueError(
+            f"q_gather: expected padded_heads of 0 or at least {heads}, got "
+            f"{padded_heads}"
+        )
+    return padded_heads or heads
+
+
+def check_a2a_lse_reduce(
+    partial_output: Tensor,
+    partial_lse: Tensor,
+    scatter: str,
+    split_sizes: Sequence[int],
+    seq_lens: Tensor | None,
+    query_start_loc: Tensor | None,
+    world_size: int,
+    output_dtype: torch.dtype | None = None,
+) -> None:
+    """Check arguments of a2a_lse_reduce that no rank could serve.
+
+    Raises:
+        ValueError: a wrong number of dims, dtype, scatter mode or split, or sizes that
+            are known to differ; with what was expected and what was given.
+    """
+    if partial_output.dim() != 3:
+        _refuse("partial_output [T, H, D]", f"{partial_output.dim()} dims")
+    if not partial_output.dtype.is_floating_point:
+        _refuse("a floating-point partial_output", f"{partial_output.dtype}")
+    if partial_lse.dim() != 2:
+        _refuse("partial_lse [T, H]", f"{partial_lse.dim()} dims")
+    if not partial_lse.dtype.is_floating_point:
+        _refuse("a floating-point partial_lse", f"{partial_lse.dtype}")
+    if partial_output.device != partial_lse.device:
+        _refuse(
+            f"partial_lse on {partial_output.device}, where partial_output is",
+            f"{partial_lse.device}",
+        )
+    for dim, name in enumerate("TH"):
+        of_output, of_lse = partial_output.shape[dim], partial_lse.shape[dim]
+        if _differ(of_output, of_lse):
+            _refuse(
+                f"equal {name} in partial_output and partial_lse",
+                f"{of_output} and {of_lse}",
+            )
+    if scatter not in SCATTER_MODES:
+        _refuse(f"scatter in {SCATTER_MODES}", repr(scatter))
+    if split_sizes and (scatter == "none" or len(split_sizes) != world_size):
+        _refuse(
+            f"no split_sizes, or one per rank ({world_size}) with scatter 'heads' or "
+            "'tokens'",
+            f"{len(split_sizes)} with {scatter!r}",
+        )
+    if any(isinstance(size, int) and size < 0 for size in split_sizes):
+        _refuse("split_sizes of 0 or more", f"{list(split_sizes)}")
+    if (seq_lens is None) != (query_start_loc is None):
+        _refuse("both of seq_lens and query_start_loc or neither", "one of them")
+    check_lengths(seq_lens, query_start_loc)
+    if output_dtype is not None and not output_dtype.is_floating_point:
+        _refuse("a floating-point output_dtype", f"{output_dtype}")
+    if scatter == "none":
+        return
+    total = partial_output.shape[1 if scatter == "heads" else 0]
+    if split_sizes:
+        if _differ(sum(split_sizes), total):
+            _refuse(f"split_sizes that add up to {total}", f"{sum(split_sizes)}")
+    elif _differ(total % world_size, 0):
+        _refuse(
+            f"{scatter} that split evenly over {world_size} ranks, or split_sizes",
+            f"{total} {scatter}",
+        )
+
+
+def check_lengths(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> None:
+    """Check the two tensors of a row mask against each other; their batch may change
+    from call to call.
+
+    Raises:
+        ValueError: they are not ``[B]`` and ``[B + 1]``, or do not hold integers.
+    """
+    if seq_lens is None or query_start_loc is None:
+        return
+    for name, lengths in (("seq_lens", seq_lens), ("query_start_loc", query_start_loc)):
+        if lengths.dim() != 1:
+            _refuse(f"{name} with 1 dim", f"{lengths.dim()} dims")
+        if lengths.dtype.is_floating_point or lengths.dtype.is_complex:
+            _refuse(f"{name} of integers", f"{lengths.dtype}")
+    batch, starts = seq_lens.shape[0], query_start_loc.shape[0]
+    if _differ(starts, batch + 1):
+        _refuse(
+            "query_start_loc [B + 1] and seq_lens [B]",
+            f"{starts} entries and {batch}",
+        )
+
+
+def _refuse(expected: str, got: str) -> NoReturn:
+    raise ValueError(f"a2a_lse_reduce: expected {expected}, got {got}")
+
+
+def _differ(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes are known to differ; symbols are left to the run, unguarded."""
+    if isinstance(size, int) and isinstance(other, int):
+        return size != other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size != other)
+
+
+def scattered_shape(
+    partial_lse: Tensor,
+    scatter: str,
+    split_sizes: Sequence[int],
+    world_size: int,
+    rank: int,
+) -> tuple[int, int]:
+    """Leading dims ``(tokens, heads)`` of this rank's part of the merged result."""
+    tokens, heads = partial_lse.shape
+    if scatter == "heads":
+        heads = split_sizes[rank] if split_sizes else heads // world_size
+    elif scatter == "tokens":
+        tokens = split_sizes[rank] if split_sizes else tokens // world_size
+    return tokens, heads
