@@ -1,6 +1,6 @@
 """Arguments that the graph ops accept, and shapes of their results.
 
-For fakes and calls alike. Sizes may be symbols: only what is known to be wrong is refused.
+For fakes and calls alike. Sizes may be symbols; what is known to be wrong is refused.
 """
 
 from __future__ import annotations

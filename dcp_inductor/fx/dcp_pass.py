@@ -25,6 +25,7 @@ from dcp_inductor.fx.chain import InferenceAwarePass
 from dcp_inductor.fx.check import check_rewrite
 from dcp_inductor.fx.collectives import issues_exchange, split_coalesced_gathers
 from dcp_inductor.fx.emit import CannotExpress, Emitter
+from dcp_inductor.fx.leaves import put_back, take_apart
 from dcp_inductor.fx.legality import SWITCHES, forced, judge
 from dcp_inductor.fx.order import insert_guard, thread_token
 from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
@@ -81,7 +82,9 @@ class DcpPass(InferenceAwarePass):
         start = time.perf_counter()
         summary = report.GraphReport(num_nodes=len(graph.nodes))
         run = _Run(graph, is_inference, summary)
+        assemblies = take_apart(graph)
         run.stage(find_merges(graph))
+        put_back(graph, assemblies)
         if is_inference:
             split_coalesced_gathers(graph)
         run.stage(find_gathers(graph))

@@ -151,12 +151,22 @@ def _statistics(
             ordered = tuple(sorted(frontier, key=index.order.__getitem__))
             if not any(as_collective(n) is not None or is_wait(n) for n in ordered):
                 yield Cut(partial_output, ordered)
-        if len(closed) == len(frontier):
+        openable = [node for node in frontier if node not in closed]
+        # A view of a statistic's shape may be of a tensor that has another, and there
+        # the walk would end.
+        openable = [
+            node
+            for node in openable
+            if not (is_view_like(node) and _is_statistic(index, node, shape))
+            or any(
+                index.can_open(source, group_name)
+                or _is_statistic(index, source, shape)
+                for source in index.inputs(node)
+            )
+        ]
+        if not openable:
             return
-        latest = max(
-            (node for node in frontier if node not in closed),
-            key=lambda n: (is_view_like(n), index.order[n]),
-        )
+        latest = max(openable, key=lambda n: (is_view_like(n), index.order[n]))
         frontier.discard(latest)
         for source in index.inputs(latest):
             if source not in reached and source not in index.constants:

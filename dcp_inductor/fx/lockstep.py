@@ -256,6 +256,13 @@ class Lockstep:
             return None
         return mover(self, node, peer)
 
+    def constant(self, value: Any) -> Tensor | None:
+        """The tensor of a node that no leaf has a part in."""
+        if not isinstance(value, Node) or value not in self._constants:
+            return None
+        held = self._values[self._rank].get(value)
+        return held if isinstance(held, Tensor) else None
+
     def size(self, node: Node, dim: int) -> int:
         """Size of a dim of the node's result."""
         value = tensor_val(node)

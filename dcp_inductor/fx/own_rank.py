@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.fx.nodes import tensor_val
@@ -62,12 +63,15 @@ def _num_read(node: Node, position: int, same: Callable[[Node], bool]) -> int:
 def _move_select(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     source, dim, index = node.args[0], node.args[1], node.args[2]
     value = tensor_val(source)
-    if (
-        value is None
-        or not isinstance(index, int)
-        or run.size(source, dim) != run.world_size
-    ):
+    if value is None or not isinstance(index, int):
         return None
+    if run.size(source, dim) != run.world_size:
+        # A kernel's block may be padded to a power of two, behind the ranks.
+        padded = source.target is _aten.constant_pad_nd.default and (
+            run.size(source.args[0], dim) == run.world_size
+        )
+        if not padded or not 0 <= index < run.world_size:
+            return None
     if not run.moves(_num_read(node, 2, lambda user: user.args[1] == dim)):
         return None
     return [source, dim, run.shift(index % run.world_size, peer)]
@@ -129,6 +133,8 @@ def _move_pad(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     source = node.args[0]
     value = tensor_val(source)
     assert value is not None
+    if len(node.args) > 2 and node.args[2] != 0:
+        return None  # no slot to be summed over
     pads = [run.symbols.number(pad) for pad in node.args[1]]
     moved = list(pads)
     for position in range(0, len(pads), 2):
@@ -156,6 +162,62 @@ def _move_compare(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     return [source, run.shift(other, peer)]
 
 
+def _move_index_select(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
+    source, dim, index = node.args
+    moved = _moved_index(run, source, dim, index, peer)
+    return None if moved is None else [source, dim, moved]
+
+
+def _move_gather(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
+    source, dim, index, *rest = node.args
+    moved = _moved_index(run, source, dim, index, peer)
+    return None if moved is None else [source, dim, moved, *rest]
+
+
+def _move_index(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
+    source, indices = node.args
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if len(dims) != 1:
+        return None
+    moved = _moved_index(run, source, dims[0], indices[dims[0]], peer)
+    if moved is None:
+        return None
+    return [source, [moved if i is not None else None for i in indices]]
+
+
+def _moved_index(
+    run: Lockstep, source: Node, dim: int, index: Any, peer: int
+) -> Tensor | None:
+    """A constant index tensor that reads one place of a dim of N."""
+    held = run.constant(index)
+    if held is None or run.size(source, dim) != run.world_size or not held.numel():
+        return None
+    place = int(held.flatten()[0])
+    if held.is_floating_point() or bool((held != place).any()):
+        return None
+    if not run.moves(1):
+        return None
+    return torch.full_like(held, run.shift(place % run.world_size, peer))
+
+
+def _move_mask(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
+    """A constant that is zero but in one place of a dim of N: the own row's mask."""
+    for position, argument in enumerate(node.args):
+        held = run.constant(argument)
+        if held is None or held.dim() == 0 or (held.dtype is torch.bool and position):
+            continue
+        for dim in range(held.dim()):
+            rest = [d for d in range(held.dim()) if d != dim]
+            filled = (held != 0).any(rest) if rest else held != 0
+            if held.shape[dim] != run.world_size or int(filled.sum()) != 1:
+                continue
+            run.moves(1)
+            place = int(filled.nonzero()[0])
+            moved = held.roll(run.shift(place, peer) - place, dim)
+            return [*node.args[:position], moved, *node.args[position + 1 :]]
+    return None
+
+
 MOVERS: dict[Any, Callable[[Lockstep, Node, int], list[Any] | None]] = {
     _aten.select.int: _move_select,
     operator.getitem: _move_getitem,
@@ -163,6 +225,11 @@ MOVERS: dict[Any, Callable[[Lockstep, Node, int], list[Any] | None]] = {
     _aten.slice_scatter.default: _move_slice_scatter,
     _aten.select_scatter.default: _move_select_scatter,
     _aten.constant_pad_nd.default: _move_pad,
+    _aten.index_select.default: _move_index_select,
+    _aten.gather.default: _move_gather,
+    _aten.index.Tensor: _move_index,
+    _aten.mul.Tensor: _move_mask,
+    _aten.where.self: _move_mask,
     _aten.eq.Scalar: _move_compare,
     _aten.ne.Scalar: _move_compare,
     _aten.le.Scalar: _move_compare,
