@@ -46,6 +46,7 @@ from dcp_inductor.fx.trial import (
 # Elements of all ranks' partial outputs in one trial; above it a proof would cost
 # seconds.
 _MAX_ELEMENTS = 1 << 26
+_MAX_RETREATS = 4
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 
 
@@ -81,6 +82,7 @@ class _Prover:
         self.world_size = world_size
         self.rank = rank
         self.trials = 0
+        self.failed: Node | None = None  # the exit that a trial did not confirm
         self.uses_rank = False  # in the run of all ranks to their end
         self.exact = not any(bits_matter(node) for node in region.nodes)
         nodes = (*region.leaves, *region.nodes)
@@ -146,19 +148,28 @@ class _Prover:
         refuted: Refuted | None = None
         for hypothesis in hypotheses:
             expected = data.expected(hypothesis)
-            exits = self._solve(values, expected, self.judge.equal(trial), hypothesis)
-            if exits is None:
-                continue
-            refuted = self._confirm(hypothesis, exits, reading)
-            uses_rank = uses_rank or self.uses_rank
-            if refuted is None:
-                return Proof(hypothesis, tuple(exits), self.trials), uses_rank
+            equal = self.judge.equal(trial)
+            # What fails on other data may be made of what does not: a slice of the
+            # merge, or its LSE behind a clamp.
+            failed: set[Node] = set()
+            for _ in range(_MAX_RETREATS):
+                exits = self._solve(values, expected, equal, hypothesis, failed)
+                if exits is None:
+                    break
+                refuted = self._confirm(hypothesis, exits, reading)
+                uses_rank = uses_rank or self.uses_rank
+                if refuted is None:
+                    return Proof(hypothesis, tuple(exits), self.trials), uses_rank
+                if self.failed is None:
+                    break
+                failed.add(self.failed)
         return refuted, uses_rank
 
     def _confirm(
         self, hypothesis: Hypothesis, exits: Sequence[Exit], reading: str
     ) -> Refuted | None:
         """Repeat on other data; the first disagreement refutes."""
+        self.failed = None
         trials = [Trial(seed=2, exact=self.exact), Trial(3, self.exact, skewed=True)]
         # A clamp or a threshold shows where the data lie far from ordinary.
         narrow = self._value(self.cut.partial_output).dtype == torch.float16
@@ -198,6 +209,7 @@ class _Prover:
                 whole = expected.output if found.what == "output" else expected.lse
                 refuted = self._check(found, run, whole * found.lse_scale, trial)
                 if refuted is not None:
+                    self.failed = found.node
                     return refuted
         return None
 
@@ -295,6 +307,7 @@ class _Prover:
         expected: Expected,
         equal: Callable[[Tensor, Tensor], bool],
         hypothesis: Hypothesis,
+        failed: set[Node],
     ) -> list[Exit] | None:
         """Name every exit behind the partial output, or what it is made of, as the
         merge's.
@@ -315,7 +328,10 @@ class _Prover:
                 if node in seen:
                     continue
                 seen.add(node)
-                match = self._name(node, values.get(node), expected, equal, hypothesis)
+                match = None
+                if node not in failed:
+                    value = values.get(node)
+                    match = self._name(node, value, expected, equal, hypothesis)
                 if match is not None and node not in self.region.upstream:
                     found[node] = match
                 elif required:
