@@ -201,18 +201,27 @@ def free_symbols(nodes: Iterable[Node]) -> list[sympy.Symbol]:
 
 
 def source_line(node: Node) -> str:
-    """The innermost line of the user's code that led to the node: ``file:line code``.
+    """The innermost line of the user's code that led to the node: ``file:line code``."""
+    return " ".join(_innermost(node)).strip()
 
-    Frames inside torch itself (the collectives' own wrappers) are passed over.
+
+def location(node: Node) -> str:
+    """``file:line`` of it; paths may hold spaces."""
+    return _innermost(node)[0]
+
+
+def _innermost(node: Node) -> tuple[str, str]:
+    """Location and code; frames inside torch itself (the collectives' own wrappers) are
+    passed over.
     """
-    found = ""
+    found = ("", "")
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     for position, line in enumerate(lines):
         match = _FRAME.match(line)
         if match is None or match["file"].startswith(_TORCH_FOLDER):
             continue
         code = lines[position + 1] if position + 1 < len(lines) else ""
-        found = f"{match['file']}:{match['line']} {code}".strip()
+        found = (f"{match['file']}:{match['line']}", code)
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from dcp_inductor.fx.layout import Layout
-from dcp_inductor.fx.nodes import source_line
+from dcp_inductor.fx.nodes import location
 from dcp_inductor.fx.proof import Proof
 from dcp_inductor.fx.region import Cut, Region
 
@@ -92,8 +92,5 @@ class GatherSite:
 
 def site_name(origin: Node, key: str) -> str:
     """A name for messages, equal on all ranks: ``file.py:line#key``, or the key."""
-    line = source_line(origin)
-    if not line:
-        return key
-    location = line.split(" ", 1)[0]
-    return f"{os.path.basename(location)}#{key}"
+    place = location(origin)
+    return f"{os.path.basename(place)}#{key}" if place else key

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from dcp_inductor.fx import nodes, report
+from dcp_inductor.fx.site import site_name
 from dcp_inductor.fx.structure import Memo, site_key
 
 aten = torch.ops.aten
@@ -98,6 +99,16 @@ def test_source_line_is_the_users() -> None:
         f'  File "{torch_file}", line 9, in exp\n    return x.exp()\n'
     )
     assert nodes.source_line(node) == "/home/me/model.py:7 y = merge(x)"
+
+
+def test_a_site_is_named_by_its_file_whatever_its_path() -> None:
+    node = fx.Graph().placeholder("x")
+    assert site_name(node, "key") == "key"
+    node.meta["stack_trace"] = (
+        '  File "/a path/my model.py", line 7, in f\n    x = f(y)'
+    )
+    assert nodes.source_line(node) == "/a path/my model.py:7 x = f(y)"
+    assert site_name(node, "key") == "my model.py:7#key"
 
 
 def test_arguments_by_name_whether_given_by_place_keyword_or_default() -> None:
