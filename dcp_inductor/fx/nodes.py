@@ -201,7 +201,7 @@ def free_symbols(nodes: Iterable[Node]) -> list[sympy.Symbol]:
 
 
 def source_line(node: Node) -> str:
-    """The innermost line of the user's code that led to the node: ``file:line code``."""
+    """The innermost line of user code that led to the node: ``file:line code``."""
     return " ".join(_innermost(node)).strip()
 
 
