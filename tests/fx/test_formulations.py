@@ -103,6 +103,12 @@ def test_ranks_judge_a_fold_of_roundings_alike() -> None:
     assert verdict.ok, str(verdict)
 
 
+def test_tokens_sent_by_a_share_that_changes_with_their_count_are_refused() -> None:
+    case = REGISTRY["FU-05"]
+    verdict = judging.judge(case, 2, form=DYNAMIC, dtype=torch.float32)
+    assert (verdict.outcome, verdict.refusals) == ("refused", ["layout"])
+
+
 def test_collection_is_large_enough() -> None:
     recipes = [c for c in REGISTRY if c.expect != EQUAL_OR_REFUSED]
     assert len(recipes) >= 300

@@ -1,0 +1,89 @@
+"""Arguments of the graph ops and of the functions around them, with real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dcp_inductor import config, ops, recover
+from dcp_inductor.runtime import ubatch
+from tests.support import combine, group_name, world
+
+TOKEN = torch.empty(0)
+
+
+def bad_arguments(rank: int, size: int) -> None:
+    name = group_name()
+    x, lse = torch.zeros(2, 2 * size, 4), torch.zeros(2, 2 * size)
+
+    def masked(lengths: list, starts: list) -> object:
+        return ops.a2a_lse_reduce(
+            x, lse, TOKEN, name,
+            seq_lens=torch.tensor(lengths), query_start_loc=torch.tensor(starts),
+        )  # fmt: skip
+
+    masked([1], [0, 2])
+    for call, message in (
+        (lambda: ops.q_gather(x[0], TOKEN, name), r"expected query \[T, h, D\], got 2"),
+        (lambda: ops.q_gather(x, TOKEN, name, padded_heads=1), "expected padded_heads"),
+        (lambda: ops.kv_gather(x[0, 0, 0], TOKEN, name), "got 0 dims"),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, scatter="head"),
+            "expected scatter in",
+        ),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, split_sizes=[1]),
+            "one per rank",
+        ),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, seq_lens=torch.ones(1)),
+            "both of seq_lens and query_start_loc",
+        ),
+        (
+            lambda: ops.a2a_lse_reduce(x, lse, TOKEN, name, output_dtype=torch.int32),
+            "floating-point output_dtype, got torch.int32",
+        ),
+        (lambda: masked([1, 2], [0, 2]), r"\[B \+ 1\] .*got 2 entries and 2"),
+        (lambda: masked([[1]], [0, 2]), "seq_lens with 1 dim, got 2"),
+        (lambda: masked([0.5], [0, 2]), "seq_lens of integers, got torch.float32"),
+        (lambda: ops.kv_gather(x, torch.empty(1), name), "token: expected no elements"),
+        (
+            lambda: ops.a2a_lse_reduce(x[:, :, :2], lse.to("meta"), TOKEN, name),
+            "partial_lse on cpu, where partial_output is, got meta",
+        ),
+        (lambda: recover("0"), "expected a process group that this process is in"),
+        (lambda: ubatch.ubatch(1.5).__enter__(), "an integer from 0, got 1.5"),
+        (lambda: ops.q_gather(x, TOKEN, "nobody"), "name of a live process group"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(ValueError, match="equal T in partial_output"):
+        ops.a2a_lse_reduce(x, lse[:1], TOKEN, name)
+    combine(name, rank, size)
+
+
+def test_bad_arguments_say_what_was_expected() -> None:
+    world(2).run(bad_arguments)
+
+
+def collectives_of_any_layout(rank: int, size: int) -> None:
+    """One element counts as contiguous whatever its strides; 8-bit floats merge too."""
+    name = group_name()
+    wide = torch.arange(8.0).view(2, 4) + rank
+    one = wide[:1, :1, None].as_strided((1, 1, 1), (7, 3, 5))
+    with config.patch(direct_combine="disable", direct_kv_gather="disable"):
+        for dtype in (torch.float32, torch.float64, torch.float8_e4m3fn):
+            output = one.to(dtype).as_strided((1, 1, 1), (7, 3, 5))
+            lse = wide[:1, ::4].as_strided((1, 1), (4, 4))
+            got = ops.a2a_lse_reduce(
+                output, lse, TOKEN, name, scatter="none", output_dtype=torch.float32
+            )[0]
+            weight = torch.softmax(torch.arange(float(size)), 0)
+            wanted = (weight * torch.arange(float(size))).sum()
+            torch.testing.assert_close(got.item(), wanted.item(), atol=1e-6, rtol=1e-5)
+        rows = ops.kv_gather(one, TOKEN, name)[0]
+        assert rows.flatten().tolist() == [float(r) for r in range(size)]
+
+
+def test_the_collectives_take_any_layout_and_float() -> None:
+    world(2).run(collectives_of_any_layout)
