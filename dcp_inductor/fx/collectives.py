@@ -60,8 +60,8 @@ def _name(node: Node) -> str | None:
 
 
 def is_wait(node: Node) -> bool:
-    """Whether the node waits for a collective's result."""
-    return _name(node) == "wait_tensor"
+    """Whether the node waits for a collective's result, or for several."""
+    return _name(node) in ("wait_tensor", "wait_tensors")
 
 
 def as_collective(node: Node) -> Collective | None:
@@ -157,5 +157,24 @@ def split_coalesced_gathers(graph: Graph) -> None:
                 issued = graph.call_function(single, (source, *node.args[1:]))
             issued.meta.update(user.meta)
             user.replace_all_uses_with(issued)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    _split_waits(graph)
+
+
+def _split_waits(graph: Graph) -> None:
+    """Wait for all-gathers one by one, where torch waits for all that it coalesced."""
+    single = torch.ops._c10d_functional.wait_tensor.default
+    for node in list(graph.nodes):
+        if _name(node) != "wait_tensors":
+            continue
+        awaited = [as_collective(source) for source in node.args[0]]
+        if not any(c is not None and c.kind == "all_gather" for c in awaited):
+            continue
+        for user in list(node.users):
+            with graph.inserting_before(user):
+                waited = graph.call_function(single, (node.args[0][user.args[1]],))
+            waited.meta.update(user.meta)
+            user.replace_all_uses_with(waited)
             graph.erase_node(user)
         graph.erase_node(node)

@@ -187,9 +187,12 @@ class Lockstep:
         return num_read < self.world_size or self._reading != "rotating"
 
     def _evaluate(self, node: Node, rank: int) -> Any:
-        if is_wait(node):
-            return self._values[rank][node.args[0]]
         values = self._values[rank]
+        if is_wait(node):
+            awaited = node.args[0]
+            if isinstance(awaited, Node):
+                return values[awaited]
+            return [values[source] for source in awaited]
         if node.op == "get_attr":
             return self._leaf(constant_of(node))
         target = _VIEWS.get(node.target, node.target)

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from dcp_inductor import ops
 from dcp_inductor.fx.collectives import as_collective, inputs_of, is_wait
 from dcp_inductor.fx.emit import Emitter
+from dcp_inductor.fx.nodes import tensor_val
 
 DIRECT_OPS = (ops.q_gather, ops.kv_gather, ops.a2a_lse_reduce)
 
@@ -109,7 +110,9 @@ def _wait_of(node: Node) -> Node | None:
     while stack:
         user = stack.pop()
         if is_wait(user):
-            return user
+            # A wait for several gives a list, whose items are tensors.
+            tensors = [n for n in (user, *user.users) if tensor_val(n) is not None]
+            return tensors[0] if tensors else None
         if user.target.__class__.__name__ == "builtin_function_or_method":  # getitem
             stack.extend(user.users)
     return None

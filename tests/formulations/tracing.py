@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -41,7 +41,15 @@ class _Captured(BaseException):
     """
 
 
-class _CapturePass(CustomInferenceAwareGraphPass):
+# Torch 2.11 has the other kind only.
+_GraphPass = getattr(
+    custom_graph_pass,
+    "CustomInferenceAwareGraphPass",
+    custom_graph_pass.CustomGraphPass,
+)
+
+
+class _CapturePass(_GraphPass):
     graph_module: torch.fx.GraphModule | None = None
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = True) -> None:
