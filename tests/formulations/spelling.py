@@ -19,6 +19,8 @@ from torch import Tensor
 from .cases import Context
 
 all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+# Torch 2.11 breaks the graph where its gather joins another dim than the first.
+_TRACES_GATHER_DIMS = torch.__version__.split(".")[:2] != ["2", "11"]
 reduce_scatter = (
     getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 )
@@ -33,6 +35,9 @@ reduce_scatter_coalesced = (
 
 
 def ag(ctx: Context, x: Tensor, dim: int = 0) -> Tensor:
+    if dim and not _TRACES_GATHER_DIMS:
+        parts = all_gather(x, 0, ctx.group_name).chunk(ctx.world_size, 0)
+        return torch.cat(parts, dim)
     return all_gather(x, dim, ctx.group_name)
 
 
