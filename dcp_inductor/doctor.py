@@ -48,6 +48,11 @@ def facts() -> list[Fact]:
 def _torch() -> Fact:
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     remedy = "" if release >= (2, 11) else "install torch 2.11 or newer"
+    if " " in torch.__file__:
+        remedy = (
+            f"{torch.__file__} holds a space, where Inductor cannot link; call python "
+            "by a path without one"
+        )
     return Fact("torch", torch.__version__, remedy)
 
 

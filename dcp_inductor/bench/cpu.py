@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     """The rows for people."""
     lines = [", ".join(f"{name}: {value}" for name, value in facts.items()), ""]
-    form = "{:<16}{:>3}{:>5}{:>5}{:>5}  {:<6}{:>11}{:>14}{:>8}"
+    form = "{:<16}{:>3}{:>5}{:>5}{:>5}  {:<6}{:>11}{:>16}{:>8}"
     lines.append(
         form.format(
             "op", "N", "T", "H", "D", "dtype", "direct us", "collectives us", "ratio"

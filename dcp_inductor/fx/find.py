@@ -166,11 +166,34 @@ def _statistics(
         ]
         if not openable:
             return
-        latest = max(openable, key=lambda n: (is_view_like(n), index.order[n]))
+        latest = max(
+            openable,
+            key=lambda n: (
+                is_view_like(n),
+                not _ends_statistics(index, n, shape, reached),
+                index.order[n],
+            ),
+        )
         frontier.discard(latest)
         for source in index.inputs(latest):
             if source not in reached and source not in index.constants:
                 frontier.add(source)
+
+
+def _ends_statistics(
+    index: GraphIndex, node: Node, shape: tuple[str, ...], reached: set[Node]
+) -> bool:
+    """Whether the node is a statistic, and what it is made of none: the sum over a
+    row's keys. Behind it there is no cut, so others are opened first.
+    """
+    if node in index.exchanged or not _is_statistic(index, node, shape):
+        return False
+    return any(
+        source not in reached
+        and source not in index.constants
+        and not _is_statistic(index, source, shape)
+        for source in index.inputs(node)
+    )
 
 
 def _is_statistic(index: GraphIndex, node: Node, shape: tuple[str, ...]) -> bool:

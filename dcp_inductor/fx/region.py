@@ -125,6 +125,8 @@ class GraphIndex:
         self.order: dict[Node, int] = {}
         self.constants: set[Node] = set()
         self.collectives: list[Collective] = []
+        # What a collective leads to by anything but a matrix product.
+        self.exchanged: set[Node] = set()
         self._shapes: dict[Node, tuple[str, ...]] = {}
         self._inputs: dict[Node, list[Node]] = {}
         # Group of a collective, "" for plain nodes, "-" for what no merge reaches
@@ -137,6 +139,16 @@ class GraphIndex:
                 self.collectives.append(collective)
             elif self._is_constant(node):
                 self.constants.add(node)
+            opaque = not is_pure(node) or is_contraction(node)
+            if (
+                collective is not None
+                or is_wait(node)
+                or (
+                    not opaque
+                    and any(s in self.exchanged for s in node.all_input_nodes)
+                )
+            ):
+                self.exchanged.add(node)
 
     def shape(self, node: Node) -> tuple[str, ...]:
         """Names of the sizes of a tensor node."""

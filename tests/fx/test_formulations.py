@@ -109,6 +109,14 @@ def test_tokens_sent_by_a_share_that_changes_with_their_count_are_refused() -> N
     assert (verdict.outcome, verdict.refusals) == ("refused", ["layout"])
 
 
+def test_statistics_may_be_computed_from_keys_next_to_the_merge() -> None:
+    """The sum over a row's exponentials is one, and what it sums is none."""
+    case = REGISTRY["FS-10 accumulators"]
+    for world_size, form in ((2, STATIC), (4, DYNAMIC)):
+        verdict = judging.judge(case, world_size, form=form, dtype=torch.float32)
+        assert verdict.ok, str(verdict)
+
+
 def test_collection_is_large_enough() -> None:
     recipes = [c for c in REGISTRY if c.expect != EQUAL_OR_REFUSED]
     assert len(recipes) >= 300
