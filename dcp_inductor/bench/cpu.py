@@ -27,7 +27,9 @@ from torch import Tensor
 from dcp_inductor import config, ops
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_BLOCKS, _DIRECT_CALLS, _BASELINE_CALLS, _WARM_UP = 10, 20, 3, 3
+# Ranks that gloo woke on one processor need some milliseconds to part.
+_BLOCKS, _DIRECT_CALLS, _BASELINE_CALLS = 10, 200, 3
+_DIRECT_WARM_UP, _BASELINE_WARM_UP = 400, 3
 _LIMIT_S = 600.0
 
 _graph_ops = torch.ops._c10d_functional
@@ -180,14 +182,17 @@ def _medians(
 ) -> tuple[float, float]:
     """Microseconds per call of both, in turns."""
     times: tuple[list[float], list[float]] = ([], [])
-    variants = ((direct, _DIRECT_CALLS), (baseline, _BASELINE_CALLS))
+    variants = (
+        (direct, _DIRECT_CALLS, _DIRECT_WARM_UP),
+        (baseline, _BASELINE_CALLS, _BASELINE_WARM_UP),
+    )
     for block in range(_BLOCKS + 1):
-        for (call, count), kept in zip(variants, times, strict=True):
+        for (call, count, warm_up), kept in zip(variants, times, strict=True):
             dist.barrier()
-            for index in range(count + _WARM_UP):
+            for index in range(count + warm_up):
                 start = time.perf_counter()
                 call()
-                if block and index >= _WARM_UP:
+                if block and index >= warm_up:
                     kept.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times[0]), statistics.median(times[1])
 
