@@ -230,9 +230,8 @@ def _kv_gather(rows, token, group_name, *, site=""):
 
 
 def _kv_gather_publish(rows, token, group_name, *, site=""):
-    from dcp_inductor.runtime import kernels
-
-    kernels.kv_gather_publish(rows, group_name, site)
+    _check_empty(token)
+    _kernels().kv_gather_publish(rows, group_name, site)
     return torch.empty_like(token)
 
 

@@ -100,7 +100,7 @@ def check(group_name: str, site: str, own_vote: str) -> bool:
 
     Raises:
         DCPDisagreementError: names the site, the ranks on both sides and their reasons;
-            the peers can read it as :func:`departures`.
+            waiting peers read it with :func:`check_departures`.
     """
     group = groups.resolve(group_name)
     votes = peers(group_name, site)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 
+# Layers ask the same again and again.
+@functools.lru_cache(maxsize=1024)
 def statistic_axes(
     statistic: tuple[str, ...], shape: tuple[str, ...]
-) -> list[tuple[int, tuple[int, ...]]]:
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Ways to read a statistic's dims as dims of the partial output.
 
     Returns:
@@ -16,7 +19,7 @@ def statistic_axes(
         sizes coincide; dims of size 1 carry no information and are left out.
     """
     named = tuple(size for size in statistic if size != "1")
-    ways = []
+    ways: list[tuple[int, tuple[int, ...]]] = []
     for feature in range(len(shape) - 1, -1, -1):
         rows = [
             dim for dim in range(len(shape)) if dim != feature and shape[dim] != "1"
@@ -24,7 +27,7 @@ def statistic_axes(
         if len(rows) != len(named):
             continue
         ways += [(feature, axes) for axes in _assign(named, rows, shape)]
-    return ways
+    return tuple(ways)
 
 
 def _assign(

@@ -23,7 +23,6 @@ from dcp_inductor.fx.region import is_contraction
 
 _aten = torch.ops.aten
 _MAX_FORWARD = 24  # nodes from a leaf to the collective that sends it
-_MAX_LEAVES = 64
 
 
 @dataclass(frozen=True)
@@ -37,35 +36,40 @@ class Assembly:
 def take_apart(graph: Graph) -> list[Assembly]:
     """Replace leaves that hold several things by tensors made of their parts."""
     leaves = [node for node in graph.nodes if _is_leaf(node) and _reaches(node)]
-    if len(leaves) > _MAX_LEAVES:
-        return []
-    assemblies: list[Assembly] = []
-    tensors = list(leaves)
+    made_of: dict[Node, Node] = {}
+    # One tensor of each shape: layers repeat them, and only shapes are asked about.
+    shapes = {_shape(node): node for node in leaves}
     for take in (_flat, _pair, _with_column):
         for leaf in leaves:
-            if any(assembly.leaf is leaf for assembly in assemblies):
+            if leaf in made_of:
                 continue
-            made = take(graph, leaf, [node for node in tensors if node is not leaf])
+            others = [n for shape, n in shapes.items() if shape != _shape(leaf)]
+            made = take(graph, leaf, others)
             if made is not None:
-                assemblies.append(Assembly(leaf, made))
-                tensors += made.all_input_nodes
-    return assemblies
+                made_of[leaf] = made
+                shapes |= {_shape(node): node for node in made.all_input_nodes}
+    return [Assembly(leaf, made) for leaf, made in made_of.items()]
 
 
 def put_back(graph: Graph, assemblies: list[Assembly]) -> None:
     """Let users that are left read the leaves themselves again."""
+    alive = set(graph.nodes) if assemblies else set()
     for assembly in assemblies:
-        assembly.made.replace_all_uses_with(assembly.leaf)
+        if assembly.made in alive:
+            assembly.made.replace_all_uses_with(assembly.leaf)
         stack = [assembly.made]
         while stack:
             node = stack.pop()
-            if (
-                node is not assembly.leaf
-                and not node.users
-                and node.op != "placeholder"
-            ):
+            if node in alive and node is not assembly.leaf and not node.users:
                 stack += node.all_input_nodes
                 graph.erase_node(node)
+                alive.remove(node)
+
+
+def _shape(node: Node) -> tuple[str, ...]:
+    value = tensor_val(node)
+    assert value is not None
+    return shape_key(value.shape)
 
 
 def _is_leaf(node: Node) -> bool:

@@ -99,7 +99,7 @@ def kv_gather_publish(rows: Tensor, group_name: str, site: str) -> None:
         _refuse_autograd("kv_gather_publish")
     if rows.dim() == 0:
         raise ValueError("kv_gather_publish: expected rows [t, ...], got 0 dims")
-    if rows.numel() == 0 or config.direct_kv_gather == "disable":
+    if rows.numel() == 0 or config.read("direct_kv_gather") == "disable":
         return
     publish = getattr(_direct(rows), "kv_gather_publish", None)
     if publish is not None:
