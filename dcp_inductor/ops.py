@@ -51,7 +51,23 @@ _LIBRARY.define(
 q_gather = torch.ops.dcp_inductor.q_gather.default
 
 
+# q_gather_view: q_gather whose result may lie in this rank's part of the workspace. The
+# group's next q_gather_view stores there again, as soon as each rank gets there, so an
+# a2a_lse_reduce of the group must follow whatever reads the result and stand before
+# that gather. fx/query_view.py puts the op where a graph proves this; it is not for
+# callers, and cannot be traced. Shapes, dtypes and errors are q_gather's. The token
+# stands for the workspace: that the result aliases it keeps a compiler from writing
+# into the result, and from handing its memory on to a later tensor.
+_LIBRARY.define(
+    "q_gather_view(Tensor query, Tensor(a) token, str group_name, *, "
+    'int padded_heads=0, str site="") -> (Tensor(a), Tensor)',
+    tags=_TAGS,
+)
+q_gather_view = torch.ops.dcp_inductor.q_gather_view.default
+
+
 @torch.library.register_fake("dcp_inductor::q_gather")
+@torch.library.register_fake("dcp_inductor::q_gather_view")
 def _(query, token, group_name, *, padded_heads=0, site=""):
     torch._check(
         query.dim() == 3,
@@ -223,6 +239,12 @@ def _q_gather(query, token, group_name, *, padded_heads=0, site=""):
     return gathered, torch.empty_like(token)
 
 
+def _q_gather_view(query, token, group_name, *, padded_heads=0, site=""):
+    _check_empty(token)
+    gathered = _kernels().q_gather_view(query, group_name, padded_heads, site)
+    return gathered, torch.empty_like(token)
+
+
 def _kv_gather(rows, token, group_name, *, site=""):
     _check_empty(token)
     gathered = _kernels().kv_gather(rows, group_name, site)
@@ -278,6 +300,7 @@ def _site_guard(token, group_name, site, reason):
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("q_gather", _q_gather, _key)
+    _LIBRARY.impl("q_gather_view", _q_gather_view, _key)
     _LIBRARY.impl("kv_gather", _kv_gather, _key)
     _LIBRARY.impl("kv_gather_publish", _kv_gather_publish, _key)
     _LIBRARY.impl("a2a_lse_reduce", _a2a_lse_reduce, _key)

@@ -211,7 +211,8 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
 }
 
 // input [T, h, row bytes] as any dtype, rows dense; output [T, padded_heads, row bytes] for the
-// query, [N * T, h, row bytes] for KV; not looked at by a launch that only publishes.
+// query, [N * T, h, row bytes] for KV; not looked at by a launch that only publishes. The output of
+// a view is this rank's own part of the channel.
 void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table) {
   const auto& t = table_of<dcp::GatherTable>(table);
   dcp::GatherParams p{};
@@ -229,6 +230,12 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   p.output = t.wait ? pointer<char>(output) : pointer<char>(input);
   check_aligned(p.input, p.src_outer_stride | p.src_inner_stride | row_bytes);
   check_aligned(p.output, 0);
+  if (t.view) {
+    STD_TORCH_CHECK(op == dcp::Op::kQGather && t.publish && t.wait &&
+                        p.output == p.channel.peer[p.channel.rank] + t.data_offset,
+                    "output: expected this rank's part of the workspace");
+    p.output = nullptr;
+  }
   const int64_t result_rows =
       op == dcp::Op::kQGather ? tokens * t.padded_heads : tokens * heads * t.channel.world_size;
   STD_TORCH_CHECK(!t.wait || (output.is_contiguous() &&
@@ -243,7 +250,7 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
     dcp::plan_kv_gather(p, tokens, row_bytes);
   }
   dcp::plan_slices(p);
-  p.num_slots = dcp::kNumSlots;
+  p.num_slots = t.view ? 1 : dcp::kNumSlots;
   p.window = 1;
   p.publish = t.publish != 0;
   p.wait = t.wait != 0;
@@ -255,11 +262,13 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   launch.kernel = static_cast<dcp::GatherKernel>(t.kernel);
   launch.share = static_cast<uint32_t>(t.channel.share);
   const bool packets = launch.kernel == dcp::GatherKernel::kPackets;
-  STD_TORCH_CHECK(!packets || (p.publish && p.wait), "table: packets go and come in one launch");
+  STD_TORCH_CHECK(!packets || (p.publish && p.wait && !t.view),
+                  "table: packets go and come in one launch, to fresh memory");
   const int64_t flags =
       packets ? (p.num_chunks + 31) / 32 : (p.num_chunks + p.slice_chunks - 1) / p.slice_chunks;
-  STD_TORCH_CHECK(static_cast<int64_t>(p.num_chunks) * (packets ? 32 : 16) <= t.data_capacity &&
-                      flags <= t.flag_capacity,
+  const int64_t data =
+      t.view ? result_rows * row_bytes : static_cast<int64_t>(p.num_chunks) * (packets ? 32 : 16);
+  STD_TORCH_CHECK(data <= t.data_capacity && flags <= t.flag_capacity,
                   "input: more than the workspace holds");
   const OnDevice on(input);
   OnDevice::check(dcp::launch_gather(p, launch, on.stream()));

@@ -7,7 +7,7 @@
 
 namespace dcp {
 
-constexpr int64_t kCudaProtocol = 3;
+constexpr int64_t kCudaProtocol = 4;
 
 struct ChannelTable {
   int64_t world_size;
@@ -42,6 +42,7 @@ struct GatherTable {
   int64_t data_offset, data_capacity;
   int64_t flag_offset, flag_capacity;
   int64_t publish, wait;  // which of the two the launch does
+  int64_t view;           // the result stays in the channel, at data_offset, in one slot
 };
 
 constexpr int64_t kChannelWords = sizeof(ChannelTable) / 8;

@@ -11,7 +11,7 @@ import torch
 
 from dcp_inductor import ops  # noqa: F401  (declares the library that this file adds to)
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 _LIBRARY = torch.library.Library("dcp_inductor", "FRAGMENT")
 
@@ -25,6 +25,7 @@ symm_a2a_lse_reduce = torch.ops.dcp_inductor._symm_a2a_lse_reduce.default
 
 # input [T, h, D] of every rank to [T, padded_heads, D], or [t, 1, D] to [N * t, D]. A
 # table that only publishes leaves output alone; one that only waits ends that exchange.
+# With a table of a view, output must be this rank's arena, from its data on.
 _LIBRARY.define("_symm_gather(Tensor input, Tensor(a!) output, Tensor table) -> ()")
 symm_gather = torch.ops.dcp_inductor._symm_gather.default
 

@@ -30,6 +30,7 @@ PACKET_BYTES = 128 << 10
 MARKED, TILED = 0, 1  # CombineKernel
 PACKETS, SLICES = 0, 1  # GatherKernel
 Q_GATHER, KV_GATHER = 2, 3  # Op
+VIEW = "view"  # kind of the arena whose data is a result
 SCATTER = {"heads": 0, "tokens": 1, "none": 2}
 
 
@@ -83,17 +84,22 @@ def arena(
     flags: int,
     full_lse: int,
     fill: int,
+    data_regions: int = 0,
 ) -> ArenaLayout:
-    """Layout with at least these capacities a region."""
+    """Layout with at least these capacities a region.
+
+    ``data_regions``: of the data, where it is not one per slot and source.
+    """
     offset = 0
     sections = []
-    for capacity, unit, section_fill in (
-        (_class(data_bytes, 4096), 1, fill),
-        (_class(words, 64), 8, fill),
-        (_class(flags, 64), 8, 0),
-        (_class(full_lse, 64), 8, ARMED),
+    regions = _SLOTS * world_size
+    for capacity, unit, section_fill, count in (
+        (_class(data_bytes, 4096), 1, fill, data_regions or regions),
+        (_class(words, 64), 8, fill, regions),
+        (_class(flags, 64), 8, 0, regions),
+        (_class(full_lse, 64), 8, ARMED, regions),
     ):
-        size = _SLOTS * world_size * capacity * unit
+        size = count * capacity * unit
         sections.append(Section(offset, capacity, size, section_fill))
         offset = align(offset + size, _ALIGNMENT)
     return ArenaLayout(kind, *sections)
@@ -141,6 +147,12 @@ def gather_arena(kernel: int, world_size: int, local_bytes: int) -> ArenaLayout:
     )  # fmt: skip
 
 
+def view_arena(world_size: int, local_bytes: int, result_bytes: int) -> ArenaLayout:
+    """For gathers by slices whose result, in one slot, is what the callers get."""
+    words = -(-local_bytes // (16 * 256))
+    return arena(VIEW, world_size, result_bytes, words, 0, 0, 0, data_regions=1)
+
+
 def channel_words(
     rank: int,
     timeout_ns: int,
@@ -185,5 +197,5 @@ def gather_words(
     return [
         op, kernel, padded_heads,
         data.offset, data.capacity, flags.offset, flags.capacity,
-        int(publish), int(wait),
+        int(publish), int(wait), int(layout.kind == VIEW),
     ]  # fmt: skip

@@ -107,6 +107,7 @@ def close(group: dist.ProcessGroup) -> None:
         return
     memory.recover()  # a rendezvous: all ranks are done with the memory
     for workspace in memory.workspaces:
+        workspace.plans.clear()  # which may hold views of the memory
         for buffer in (*workspace.arenas.values(), workspace.control):
             buffer.close()
     _held.remove(memory)

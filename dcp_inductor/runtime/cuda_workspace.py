@@ -54,6 +54,8 @@ class Workspace:
     # A gather whose rows are sent and whose peers' rows are not awaited yet: what it
     # is of, and its plan. It holds the epoch, so no other exchange may come between.
     unfinished: tuple[Any, Any] | None = None
+    # The last result that stayed in an arena may be in use: no merge has begun since.
+    view_unmerged: bool = False
 
     def __post_init__(self) -> None:
         self.fault_address = self.fault.data_ptr()
@@ -304,6 +306,7 @@ class GroupMemory:
             workspace.fault.zero_()
             workspace.why_dead = ""
             workspace.unfinished = None
+            workspace.view_unmerged = False
         torch.cuda.synchronize(self.device)
         session.exchange({})
 

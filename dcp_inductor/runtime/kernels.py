@@ -34,6 +34,24 @@ def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Te
     Raises:
         ValueError: ``query`` or ``padded_heads`` does not fit the op.
     """
+    return _gather_query("q_gather", query, group_name, padded_heads, site)
+
+
+def q_gather_view(
+    query: Tensor, group_name: str, padded_heads: int, site: str
+) -> Tensor:
+    """:func:`q_gather`; the result may hold only until the group's next call of this,
+    before which a merge of the group must come.
+
+    Raises:
+        ValueError: ``query`` or ``padded_heads`` does not fit the op.
+    """
+    return _gather_query("q_gather_view", query, group_name, padded_heads, site)
+
+
+def _gather_query(
+    op: str, query: Tensor, group_name: str, padded_heads: int, site: str
+) -> Tensor:
     if query.requires_grad:
         _refuse_autograd("q_gather")
     if query.dim() != 3:
@@ -49,7 +67,7 @@ def q_gather(query: Tensor, group_name: str, padded_heads: int, site: str) -> Te
         result = (
             direct
             if isinstance(direct, Refusal)
-            else direct.q_gather(group_name, query, padded_heads, site)
+            else getattr(direct, op)(group_name, query, padded_heads, site)
         )
         if not isinstance(result, Refusal):
             return result

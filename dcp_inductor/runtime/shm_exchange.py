@@ -109,6 +109,10 @@ def q_gather(
     return output
 
 
+# Between processes on a host the result is copied out of the peers' memory in any case.
+q_gather_view = q_gather
+
+
 def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
     """``[t, ...]`` of every rank to ``[N * t, ...]``."""
     workspace = registry.workspace_for(group_name, site)

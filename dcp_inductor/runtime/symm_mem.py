@@ -89,7 +89,8 @@ def allocate(nbytes: int, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: the device has none left, or cannot share any.
     """
-    return _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):  # what is written there later may be outside it
+        return _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def facts(device: torch.device) -> dict[str, str]:

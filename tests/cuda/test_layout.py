@@ -33,6 +33,10 @@ def test_tables_have_the_words_that_the_launcher_reads(root: Path) -> None:
         cuda_layout.Q_GATHER, 0, 4, cuda_layout.gather_arena(0, 2, 100)
     )
     assert len(gather) == fields("GatherTable", source)
+    view = cuda_layout.gather_words(
+        cuda_layout.Q_GATHER, 1, 4, cuda_layout.view_arena(2, 100, 200)
+    )
+    assert (gather[-1], view[-1], len(view)) == (0, 1, len(gather))
     protocol = re.search(r"kCudaProtocol = (\d+);", source)
     assert protocol
     assert int(protocol[1]) == cuda_launch_ops.PROTOCOL
@@ -87,6 +91,19 @@ def test_sections_hold_what_a_gather_writes(world_size: int) -> None:
         slices = cuda_layout.gather_arena(cuda_layout.SLICES, world_size, local)
         assert slices.data.capacity >= local
         assert slices.words.capacity * 256 * 16 >= local
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8, 16])
+def test_a_view_has_one_place_and_flags_like_any_gather(world_size: int) -> None:
+    for local in (16, 4096, 1 << 20):
+        result = world_size * local + 48  # with padding heads
+        view = cuda_layout.view_arena(world_size, local, result)
+        slices = cuda_layout.gather_arena(cuda_layout.SLICES, world_size, local)
+        assert view.data.capacity == view.data.size >= result
+        assert view.words.capacity == slices.words.capacity
+        assert view.words.size == slices.words.size
+        assert view.words.offset >= view.data.offset + view.data.size
+        assert view.size >= view.words.offset + view.words.size + cuda_layout.TAIL_BYTES
 
 
 def test_one_arena_serves_neighbouring_sizes() -> None:

@@ -15,6 +15,7 @@ from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPError
 from dcp_inductor.runtime import (
     cuda_exchange,
+    cuda_gather,
     cuda_layout,
     cuda_workspace,
     symm_mem,
@@ -146,7 +147,7 @@ def test_what_the_kernels_cannot_count_is_refused_by_shape() -> None:
     with config.patch(max_tokens=1 << 30):
         for rows, refused in (((1 << 31) // 64, True), ((1 << 31) // 64 - 1, False)):
             call = replace(CALL, shape=(rows, 256))
-            plan = cuda_exchange._plan_gather(
+            plan = cuda_gather._plan_gather(
                 workspace, call, cuda_layout.KV_GATHER, rows, 1024, 1024, 0, (rows, 256)
             )
             assert isinstance(plan, Refusal) is refused, plan
