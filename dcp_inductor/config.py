@@ -36,6 +36,10 @@ direct_query_gather: str = "auto"
 # The same choice for the gather of latent KV rows.
 direct_kv_gather: str = "auto"
 
+# Let attention read a gathered query where the peers put it, if the graph proves that a
+# merge ends every use of it. Off: it is always copied out.
+query_view: bool = True
+
 # Rows (tokens) that a workspace holds. A call with more takes the plain collectives.
 max_tokens: int = 256
 

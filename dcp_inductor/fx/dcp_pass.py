@@ -28,6 +28,7 @@ from dcp_inductor.fx.emit import CannotExpress, Emitter
 from dcp_inductor.fx.leaves import put_back, take_apart
 from dcp_inductor.fx.legality import SWITCHES, forced, judge
 from dcp_inductor.fx.order import insert_guard, thread_token
+from dcp_inductor.fx.query_view import place_views, query_gather_of
 from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
 from dcp_inductor.fx.search import (
     Candidate,
@@ -35,8 +36,8 @@ from dcp_inductor.fx.search import (
     find_merges,
     replaced_collectives,
 )
-from dcp_inductor.fx.site import MergeSite, Reject
-from dcp_inductor.fx.summary import describe
+from dcp_inductor.fx.site import GatherSite, MergeSite, Reject
+from dcp_inductor.fx.summary import describe, tell_view
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class _Run:
         self._groups: dict[str, Node] = {}  # the first token of each rewritten group
         self._replaced: list[Node] = []
         self._moved: dict[Node, Node] = {}
+        self._query_gathers: dict[Node, report.SiteReport] = {}
 
     def stage(self, candidates: list[Candidate]) -> None:
         """Judge and rewrite candidates that were found on one state of the graph."""
@@ -152,6 +154,8 @@ class _Run:
             )
         row = describe(candidate, reject)
         self._summary.sites.append(row)
+        if reject is None and isinstance(site, GatherSite):
+            self._query_gathers[self._moved[site.exits[0].node]] = row
         counters["dcp_inductor"]["found"] += 1
         if reject is None:
             counters["dcp_inductor"]["rewritten"] += 1
@@ -219,6 +223,11 @@ class _Run:
                 continue
             thread_token(self._graph, group_name)
             stable_topological_sort(self._graph)
+        reasons = place_views(self._graph)
+        for result, row in self._query_gathers.items():
+            gather = query_gather_of(result)
+            if gather in reasons:
+                tell_view(row, reasons[gather], gather.meta["val"][0].device.type)
         if self._replaced:
             check_rewrite(self._graph, self._replaced)
 

@@ -16,7 +16,7 @@ from dcp_inductor.fx.collectives import as_collective, inputs_of, is_wait
 from dcp_inductor.fx.emit import Emitter
 from dcp_inductor.fx.nodes import tensor_val
 
-DIRECT_OPS = (ops.q_gather, ops.kv_gather, ops.a2a_lse_reduce)
+DIRECT_OPS = (ops.q_gather, ops.q_gather_view, ops.kv_gather, ops.a2a_lse_reduce)
 
 
 def group_of_direct(node: Node) -> str | None:

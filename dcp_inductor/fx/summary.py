@@ -37,6 +37,19 @@ def describe(candidate: Candidate, reject: Reject | None) -> SiteReport:
     )
 
 
+def tell_view(row: SiteReport, reason: str, device: str) -> None:
+    """Say in a query gather's row where its result lies; ``reason`` "": in place."""
+    if reason:
+        row.result += f", copied out: {reason}"
+        return
+    row.op = "q_gather_view"
+    row.result += (
+        ", copied out: CPUs read no workspace in place"
+        if device == "cpu"
+        else ", read in the workspace unless rows are few"
+    )
+
+
 def _family(site: MergeSite | GatherSite | None) -> str:
     if site is None:
         return "merge by log-sum-exp?"

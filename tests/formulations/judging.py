@@ -53,9 +53,10 @@ def collectives(graph: fx.Graph) -> list[str]:
 
 
 def direct_ops(graph: fx.Graph) -> list[str]:
-    """Stems of the exchange ops of dcp_inductor in a graph."""
+    """Stems of the exchange ops of dcp_inductor in a graph; views are gathers too."""
     exchanges = ("q_gather", "kv_gather", "a2a_lse_reduce")
-    return [s for s in _stems(graph, "dcp_inductor") if s in exchanges]
+    stems = [s.removesuffix("_view") for s in _stems(graph, "dcp_inductor")]
+    return [s for s in stems if s in exchanges]
 
 
 @dataclass

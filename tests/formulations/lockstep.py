@@ -144,7 +144,7 @@ def _complete(exchanges: list[_Exchange]) -> list[Any]:
             results = [[c[options["src"]]] * len(exchanges) for c in columns]
         case "all_to_all_single":
             results = [_all_to_all(exchanges)]
-        case "q_gather":
+        case "q_gather" | "q_gather_view":
             whole = torch.cat(columns[0], 1)
             pad = max(options["padded_heads"] - whole.shape[1], 0)
             whole = torch.cat(
@@ -205,7 +205,7 @@ def _exchange_of(node: fx.Node, args: tuple, kwargs: dict) -> _Exchange | None:
         stem = name.removeprefix("dcp_inductor::")
         bound = _named(node, args, kwargs)
         bound.pop("token", None)
-        if stem == "q_gather":
+        if stem in ("q_gather", "q_gather_view"):
             return _Exchange(stem, bound.pop("group_name"), [bound.pop("query")], bound)
         if stem == "kv_gather":
             return _Exchange(stem, bound.pop("group_name"), [bound.pop("rows")], bound)
@@ -264,6 +264,7 @@ def _rank_steps(
         if index is not None
     }
     symbols = _symbols(bound)
+    views: dict[str, list[Tensor]] = {}
     values: dict[fx.Node, Any] = dict(bound)
     for node in placeholders:
         if node not in values:
@@ -284,8 +285,14 @@ def _rank_steps(
             result = yield exchange
             if exchange.name in ("q_gather", "kv_gather"):
                 result = (result, result.new_empty(0))
+            elif exchange.name == "q_gather_view":
+                result = (result.clone(), result.new_empty(0))
+                views.setdefault(exchange.group, []).append(result[0])
             elif exchange.name == "a2a_lse_reduce":
                 result = (*result, result[0].new_empty(0))
+                # The peers may write there from now on.
+                for view in views.pop(exchange.group, []):
+                    view.fill_(torch.nan if view.is_floating_point() else -1)
             values[node] = result
     raise LockstepError("the graph has no output node")
 

@@ -72,8 +72,12 @@ class Rewritten:
         return sketch(self.graph) == self.before
 
     def calls(self, *stems: str) -> list[str]:
-        """Ops of the graph, in order, among ``stems`` if given; waits are left out."""
+        """Ops of the graph, in order, among ``stems`` if given; waits are left out.
+
+        A query gather is one whether its result is copied out or not.
+        """
         found = [_stem(n.target) for n in self.graph.nodes if n.op == "call_function"]
+        found = ["q_gather" if s == "q_gather_view" else s for s in found]
         return [s for s in found if (s in stems if stems else s in EXCHANGES)]
 
 

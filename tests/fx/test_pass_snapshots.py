@@ -337,9 +337,9 @@ return [wait_tensor_2]
 arg: float32[3, 2, 8]
 arg_1: float32[6, 8]
 empty = empty([0], dtype=uint8, device=cpu)
-q_gather = q_gather(arg, empty, GROUP)
-getitem = getitem(q_gather, 1)
-getitem_1 = getitem(q_gather, 0)
+q_gather_view = q_gather_view(arg, empty, GROUP)
+getitem = getitem(q_gather_view, 1)
+getitem_1 = getitem(q_gather_view, 0)
 reshape = reshape(getitem_1, [3, 2, 2, 8])
 reshape_1 = reshape(reshape, [12, 8])
 permute = permute(arg_1, [1, 0])
