@@ -26,7 +26,7 @@ from torch._inductor import utils as inductor_utils
 from torch.fx import Graph, Node
 
 from dcp_inductor import config, ops
-from dcp_inductor.fx.nodes import is_number, tensor_val
+from dcp_inductor.fx.nodes import is_number, only_moves, tensor_val
 from dcp_inductor.fx.order import group_of_direct
 
 _aten = torch.ops.aten
@@ -123,8 +123,12 @@ def _reason_to_copy(
         late = [use for use in uses if use not in needed]
         if not late:
             return _leaves_cuda_graph(gather, merge, ends) if ends else ""
-        reason = reason or f"{late[0].name} may read it after the merge"
+        reason = reason or _late(late[0])
     return reason
+
+
+def _late(use: Node) -> str:
+    return f"{use.name} may read it after the merge"
 
 
 class _Escapes(Exception):
@@ -159,7 +163,9 @@ def _uses(gather: Node) -> Iterator[Node]:
 def _check_use(user: Node, node: Node) -> None:
     """Raise _Escapes unless ``user`` only reads ``node``, in a way that is known."""
     if user.op == "output":
-        raise _Escapes(f"the graph returns {node.name}")
+        if only_moves(node):
+            raise _Escapes(f"the graph returns {node.name}")
+        raise _Escapes(_late(node))
     if user.op != "call_function":
         raise _Escapes(f"{user.name} is not an op")
     target = user.target
