@@ -9,13 +9,16 @@ the group must call it.
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_inductor import geometry, groups
+from dcp_inductor import config, geometry, groups
+from dcp_inductor.errors import DCPTimeoutError, FaultRecord
 
 # torch 2.13 renamed it, and warns about the old name.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -174,7 +177,10 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[...]`` of every rank to ``[N, ...]``."""
     result = x.new_empty((group.size(), *x.shape))
     if x.numel():
-        _gather_single(_as_bytes(result), _as_bytes(x), group=group)
+        _wait(
+            _gather_single(_as_bytes(result), _as_bytes(x), group=group, async_op=True),
+            x, group,
+        )  # fmt: skip
     return result
 
 
@@ -186,11 +192,47 @@ def _scatter(
     mine = pieces[group.rank()]
     piece_bytes = [piece.numel() * x.element_size() for piece in pieces]
     received = x.new_empty((group.size(), *mine.shape))
-    dist.all_to_all_single(
+    work = dist.all_to_all_single(
         _as_bytes(received),
         torch.cat([_as_bytes(piece) for piece in pieces]),
         output_split_sizes=[piece_bytes[group.rank()]] * group.size(),
         input_split_sizes=piece_bytes,
         group=group,
+        async_op=True,
     )
+    _wait(work, x, group)
     return list(received.unbind(0))
+
+
+def _wait(work: dist.Work | None, x: Tensor, group: dist.ProcessGroup) -> None:
+    """Wait no longer than for a direct exchange, where it is the host that waits.
+
+    Raises:
+        DCPTimeoutError: a rank did not come to the collective.
+    """
+    if work is None:
+        return
+    if x.is_cuda:
+        work.wait()  # lets the stream wait; with a limit the host would
+        return
+    timeout_s = config.read("timeout_s")
+    start = time.monotonic()
+    try:
+        work.wait(datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if time.monotonic() - start < timeout_s:
+            raise  # of another kind: a peer has ended, say
+        record = FaultRecord(
+            op="collective", site="", group_name=group.group_name, rank=group.rank(),
+            peer=-1, epoch_wanted=0, epoch_seen=0,
+        )  # fmt: skip
+        late = DCPTimeoutError(record, timeout_s)
+        late.args = (
+            f"rank {group.rank()} of group '{group.group_name}' waited {timeout_s:g} s "
+            "in a collective that stands in for a direct exchange; which rank is "
+            f"missing is not known ({error}). Every rank must make the same sequence "
+            "of exchanges with the same dcp_inductor knobs; a rank that died, raised, "
+            "or exchanges directly shows up here. Make the group anew, or raise "
+            "DCP_INDUCTOR_TIMEOUT_S if the peer was only slow",
+        )
+        raise late from error

@@ -2,9 +2,12 @@
 
 A rank posts what it decided about a site when it compiles (``post``, never waits).
 Peers' votes are read only where a difference would show: by the guard that a rank runs
-in place of a site it refused, and by an exchange that has waited for a peer for more
-than about a second. A rank that ends with a disagreement leaves word, so that peers
-which nothing else tells do not wait for it.
+ahead of a site it refused, and by an exchange that has waited for a peer for more than
+about a second. A rank that ends with a disagreement leaves word, so that peers which
+nothing else tells do not wait for it.
+
+A refusal for the number of rows says nothing about other numbers, so it has a name of
+its own (``of_rows``): votes stay in the store when a graph is compiled for other sizes.
 """
 
 from __future__ import annotations
@@ -15,20 +18,23 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed import ProcessGroup, Store
 
-from dcp_inductor import groups
-from dcp_inductor.errors import DCPDisagreementError
+from dcp_inductor import config, groups
+from dcp_inductor.errors import DCPDisagreementError, DCPTimeoutError, FaultRecord
 
 log = logging.getLogger(__name__)
 
 ACCEPTED = "accepted"
-# A guard looks again at most this often while votes are missing.
-_PATIENCE_S = 1.0
+_LONGEST_NAP_S = 0.02
 
-# Sites whose peers have all voted alike, and when to look at the others again.
+# Sites whose peers have all voted alike.
 _settled: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
-_next_look: WeakKeyDictionary[ProcessGroup, dict[str, float]] = WeakKeyDictionary()
 # Recoveries so far; equal on all ranks, since a recovery is collective.
 _recoveries: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+
+def of_rows(site: str, rows: int | str) -> str:
+    """The name under which a site of this many rows is refused for their number."""
+    return f"{site}, {rows} rows"
 
 
 def _key(site: str, rank: int) -> str:
@@ -69,8 +75,11 @@ def check_departures(group_name: str, site: str) -> None:
             )
 
 
-def post(group_name: str, site: str, vote: str) -> None:
-    """Record this rank's vote, ``ACCEPTED`` or a reason for refusing; does not wait."""
+def post(group_name: str, site: str, vote: str) -> bool:
+    """Record this rank's vote, ``ACCEPTED`` or a reason for refusing; does not wait.
+
+    Returns whether that could be done.
+    """
     group = groups.resolve(group_name)
     try:
         groups.store(group).set(_key(site, group.rank()), vote)
@@ -78,6 +87,8 @@ def post(group_name: str, site: str, vote: str) -> None:
         # A fake group's store takes nothing. Without votes a difference between ranks
         # still ends in a timeout that names the site.
         log.debug("vote on site %s not posted: %s", site, error)
+        return False
+    return True
 
 
 def peers(group_name: str, site: str) -> dict[int, str]:
@@ -123,22 +134,71 @@ def check(group_name: str, site: str, own_vote: str) -> bool:
     return len(votes) == group.size() - 1
 
 
-def guard(group_name: str, site: str, reason: str) -> None:
-    """Run ahead of a site that this rank refused for ``reason``; never waits.
+def check_waiting(group_name: str, site: str, rows: int = 0) -> None:
+    """Raise where a peer will not come to the exchange that waits at ``site``.
 
-    Votes again as well: a graph from the cache was not compiled here, so nothing else
-    did.
+    Args:
+        group_name: the group.
+        site: "" outside of a graph.
+        rows: of the exchange; 0 where they are not known.
 
     Raises:
-        DCPDisagreementError: a peer accepted the site.
+        DCPDisagreementError: a peer refused the site, or has left.
+    """
+    if site:
+        for name in (site, of_rows(site, rows)) if rows else (site,):
+            # A graph from the cache was not compiled here: no vote was cast.
+            post(group_name, name, ACCEPTED)
+            check(group_name, name, ACCEPTED)
+    check_departures(group_name, site)
+
+
+def guard(group_name: str, site: str, reason: str) -> None:
+    """Run ahead of a site that this rank refused for ``reason``.
+
+    Behind it this rank is in the graph's own collective, where nothing of ours ends a
+    wait. So the first run of a site waits until every peer has voted. Votes again as
+    well: a graph from the cache was not compiled here, so nothing else did.
+
+    Raises:
+        DCPDisagreementError: a peer accepted the site, or has left.
+        DCPTimeoutError: a peer did not vote within ``config.timeout_s``.
     """
     group = groups.resolve(group_name)
     settled = _settled.setdefault(group, set())
-    next_look = _next_look.setdefault(group, {})
-    now = time.monotonic()
-    if site in settled or now < next_look.get(site, 0.0):
+    if site in settled or not post(group_name, site, reason):
         return
-    post(group_name, site, reason)
-    if check(group_name, site, reason):
-        settled.add(site)
-    next_look[site] = now + _PATIENCE_S
+    timeout_s = config.read("timeout_s")
+    deadline = time.monotonic() + timeout_s
+    nap_s = 0.0005
+    while not check(group_name, site, reason):
+        check_departures(group_name, site)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise _unheard(group, site, reason, timeout_s)
+        time.sleep(min(nap_s, left_s))
+        nap_s = min(nap_s * 1.5, _LONGEST_NAP_S)
+    settled.add(site)
+
+
+def _unheard(
+    group: ProcessGroup, site: str, reason: str, timeout_s: float
+) -> DCPTimeoutError:
+    name, rank = group.group_name, group.rank()
+    voted = peers(name, site)
+    missing = [p for p in range(group.size()) if p != rank and p not in voted]
+    why = (
+        f"site {site} of group '{name}': rank {rank} keeps the graph's collectives "
+        f"({reason}) and expected to hear that every rank does, but ranks {missing} "
+        f"did not say so within {timeout_s:g} s. Set dcp_inductor's knobs, "
+        "max_tokens among them, and the backend alike on all ranks; or raise "
+        "DCP_INDUCTOR_TIMEOUT_S if these ranks were only slow to compile"
+    )
+    leave(group, why)
+    record = FaultRecord(
+        op="site_guard", site=site, group_name=name, rank=rank, peer=missing[0],
+        epoch_wanted=0, epoch_seen=0,
+    )  # fmt: skip
+    error = DCPTimeoutError(record, timeout_s)
+    error.args = (f"{why}. Then call dcp_inductor.recover(group) on all ranks",)
+    return error

@@ -125,6 +125,7 @@ class _Run:
         self._groups: dict[str, Node] = {}  # the first token of each rewritten group
         self._replaced: list[Node] = []
         self._moved: dict[Node, Node] = {}
+        self._guarded: set[tuple[str, str]] = set()
         self._query_gathers: dict[Node, report.SiteReport] = {}
 
     def stage(self, candidates: list[Candidate]) -> None:
@@ -143,7 +144,7 @@ class _Run:
         if reject is None and site is not None:
             site.rename(self._moved)
             reject = judge(self._graph, site) or self._rewrite(site)
-        if candidate.kind == "combine":
+        if candidate.kind == "combine" or (reject is not None and reject.rows):
             self._vote(candidate, reject)
         if reject is not None and forced(candidate.kind):
             raise DCPError(
@@ -176,12 +177,17 @@ class _Run:
         """
         group = candidate.group
         vote = reject.reason if reject else votes.ACCEPTED
+        rows = reject.rows if reject else ""
         for name in sorted({candidate.name, *candidate.aliases}):
-            votes.post(group.name, name, vote)
-        if reject is not None and reject.code in ("foreign_rank", "over_capacity"):
-            insert_guard(
-                self._graph, candidate.first_collective, candidate.name, reject.reason
-            )
+            votes.post(group.name, votes.of_rows(name, rows) if rows else name, vote)
+        if reject is not None and (rows or reject.code == "foreign_rank"):
+            name = votes.of_rows(candidate.name, rows) if rows else candidate.name
+            # Equal layers share a name, and one look at the peers serves them all.
+            if (group.name, name) not in self._guarded:
+                self._guarded.add((group.name, name))
+                insert_guard(
+                    self._graph, candidate.first_collective, name, reject.reason
+                )
 
     def _rewrite(self, site: Any) -> Reject | None:
         token = self._first_token(site)

@@ -16,10 +16,14 @@ from dcp_inductor.fx.region import Cut, Region
 
 @dataclass(frozen=True)
 class Reject:
-    """A refusal: a code that is counted and a sentence for the user."""
+    """A refusal: a code that is counted and a sentence for the user.
+
+    ``rows`` is set where only that number of rows is refused.
+    """
 
     code: str
     reason: str
+    rows: str = ""
 
 
 @dataclass(frozen=True)

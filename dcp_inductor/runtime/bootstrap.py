@@ -34,6 +34,7 @@ def join(
     group: dist.ProcessGroup,
     timeout_s: float,
     site: str = "",
+    rows: int = 0,
     recovering: bool = False,
 ) -> Membership | Refusal:
     """Map the control segments of all ranks; every rank of the group must call this.
@@ -64,7 +65,7 @@ def join(
 
     def look() -> None:
         if not recovering:
-            _compare_votes(group.group_name, site)
+            votes.check_waiting(group.group_name, site, rows)
 
     try:
         session = rendezvous.Session(
@@ -81,12 +82,6 @@ def join(
             peer=error.ranks[0], epoch_wanted=0, epoch_seen=0,
         )  # fmt: skip
         raise DCPTimeoutError(record, timeout_s) from error
-
-
-def _compare_votes(group_name: str, site: str) -> None:
-    if site:
-        votes.check(group_name, site, votes.ACCEPTED)
-    votes.check_departures(group_name, site)
 
 
 def _local_refusal() -> Refusal | None:
@@ -108,13 +103,14 @@ def decide(facts: list[dict[str, Any]]) -> Refusal | None:
         ("uid", "users", "shared memory needs all ranks to run as one user"),
         ("protocol", "versions", "install one version of dcp_inductor on all ranks"),
         ("num_ubatches", "config", "set DCP_INDUCTOR_NUM_UBATCHES alike on all ranks"),
+        ("max_tokens", "config", "set DCP_INDUCTOR_MAX_TOKENS alike on all ranks"),
     ):
         for rank, fact in enumerate(facts):
-            if fact[key] != facts[0][key]:
+            if fact.get(key) != facts[0].get(key):  # other versions say less
                 return Refusal(
                     code,
-                    f"rank {rank} has {key} {fact[key]}, rank 0 has {facts[0][key]}; "
-                    f"{remedy}",
+                    f"rank {rank} has {key} {fact.get(key)}, rank 0 has "
+                    f"{facts[0].get(key)}; {remedy}",
                 )
     return None
 
@@ -135,6 +131,7 @@ def _vote(
             **process.current().as_dict(),
             "protocol": launch_ops.PROTOCOL,
             "num_ubatches": num_ubatches,
+            "max_tokens": config.max_tokens,
             "refusal": [own.code, own.detail] if own else None,
         }
     )

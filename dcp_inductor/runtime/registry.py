@@ -25,10 +25,12 @@ _locks = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def workspace_for(group_name: str, site: str = "") -> Workspace | Refusal:
+def workspace_for(
+    group_name: str, site: str = "", rows: int = 0
+) -> Workspace | Refusal:
     """This thread's workspace of a group; its first call, by all ranks, sets it up.
 
-    ``site`` is the place in a graph that asks.
+    ``site`` is the place in a graph that asks, and ``rows`` how many it exchanges.
 
     Raises:
         DCPDisagreementError: a rank did not come because it refused the site.
@@ -39,7 +41,7 @@ def workspace_for(group_name: str, site: str = "") -> Workspace | Refusal:
     group = groups.resolve(group_name)
     members = _groups.get(group)
     if members is None:
-        members = _set_up(group, site)
+        members = _set_up(group, site, rows)
     if isinstance(members, Refusal):
         return members
     index = ubatch.current()
@@ -77,14 +79,14 @@ def close(group: dist.ProcessGroup) -> None:
 
 
 def _set_up(
-    group: dist.ProcessGroup, site: str = "", recovering: bool = False
+    group: dist.ProcessGroup, site: str = "", rows: int = 0, recovering: bool = False
 ) -> list[Workspace] | Refusal:
     with _lock:
         lock = _locks.setdefault(group, threading.Lock())
     with lock:
         members = _groups.get(group)
         if members is None:
-            joined = bootstrap.join(group, config.timeout_s, site, recovering)
+            joined = bootstrap.join(group, config.timeout_s, site, rows, recovering)
             members = (
                 joined if isinstance(joined, Refusal) else _workspaces(group, joined)
             )

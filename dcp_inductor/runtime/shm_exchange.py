@@ -74,7 +74,7 @@ def q_gather(
     group_name: str, query: Tensor, padded_heads: int, site: str
 ) -> Tensor | Refusal:
     """``[T, h, D]`` of every rank to ``[T, H or padded_heads, D]``."""
-    workspace = registry.workspace_for(group_name, site)
+    workspace = registry.workspace_for(group_name, site, query.shape[0])
     if isinstance(workspace, Refusal):
         return workspace
     key = ("q", query.shape, query.dtype, padded_heads, site)
@@ -115,7 +115,7 @@ q_gather_view = q_gather
 
 def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
     """``[t, ...]`` of every rank to ``[N * t, ...]``."""
-    workspace = registry.workspace_for(group_name, site)
+    workspace = registry.workspace_for(group_name, site, rows.shape[0])
     if isinstance(workspace, Refusal):
         return workspace
     key = ("kv", rows.shape, rows.dtype, site)
@@ -157,7 +157,7 @@ def _gather(
     arguments = (
         source, output, plan.table, plan.signature, plan.rank_stride, plan.token_stride,
     )  # fmt: skip
-    workspace.run(launch_ops.shm_gather, arguments, op, site)
+    workspace.run(launch_ops.shm_gather, arguments, op, site, source.shape[0])
 
 
 def a2a_lse_reduce(
@@ -176,7 +176,7 @@ def a2a_lse_reduce(
     site: str,
 ) -> tuple[Tensor, Tensor] | Refusal:
     """Merged output and LSE of ``[T, H, D]`` and ``[T, H]`` of every rank."""
-    workspace = registry.workspace_for(group_name, site)
+    workspace = registry.workspace_for(group_name, site, partial_output.shape[0])
     if isinstance(workspace, Refusal):
         return workspace
     key = (
@@ -209,7 +209,10 @@ def a2a_lse_reduce(
         plan.table, plan.signature, plan.part, scatter == "none", is_lse_base_on_e,
         full_lse,
     )  # fmt: skip
-    workspace.run(launch_ops.shm_a2a_lse_reduce, arguments, "a2a_lse_reduce", site)
+    workspace.run(
+        launch_ops.shm_a2a_lse_reduce, arguments, "a2a_lse_reduce", site,
+        source.shape[0],
+    )  # fmt: skip
     return output, lse
 
 

@@ -40,10 +40,19 @@ class Signature:
 
 def describe(packed: bytes) -> str:
     """A published signature in words."""
-    text = packed.rstrip(b"\0").decode(errors="replace")
-    fields = text.split(_SEPARATOR)
-    op, shape, dtype, options, route, site = (*fields, *[""] * 6)[:6]
+    op, shape, dtype, options, route, site = _fields(packed)
     words = [f"{op}[{shape.replace('x', ', ')}] {dtype}"]
     words += [word for word in (options, f"by {route}" if route else "") if word]
     words += [f"at site {site}"] if site else []
     return ", ".join(words)
+
+
+def differ_in_route(packed: bytes, other: bytes) -> bool:
+    """Whether two published signatures are of equal calls that go different ways."""
+    own, its = _fields(packed), _fields(other)
+    return own[4] != its[4] and own[:4] == its[:4] and own[5] == its[5]
+
+
+def _fields(packed: bytes) -> list[str]:
+    fields = packed.rstrip(b"\0").decode(errors="replace").split(_SEPARATOR)
+    return [*fields, *[""] * 6][:6]

@@ -30,7 +30,7 @@ from dcp_inductor.errors import (
 )
 from dcp_inductor.runtime import layout, shm
 from dcp_inductor.runtime.process import Process
-from dcp_inductor.runtime.signature import Signature, describe
+from dcp_inductor.runtime.signature import Signature, describe, differ_in_route
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,16 @@ class Workspace:
         return layout.read_u32(self._controls[self.rank], layout.EPOCH)
 
     def run(
-        self, launch: Callable[..., int], arguments: Sequence[Any], op: str, site: str
+        self,
+        launch: Callable[..., int],
+        arguments: Sequence[Any],
+        op: str,
+        site: str,
+        rows: int = 0,
     ) -> None:
         """Make one exchange: ``launch(*arguments, resume)`` until it is done.
+
+        ``rows`` of the exchange are what a peer may have refused it for.
 
         Raises:
             DCPTimeoutError: a peer did not arrive in time, has ended, or has given up.
@@ -113,7 +120,7 @@ class Workspace:
         try:
             status = launch(*arguments, False)
             if status != _DONE:
-                self._settle(lambda: launch(*arguments, True), status, op, site)
+                self._settle(lambda: launch(*arguments, True), status, op, site, rows)
         finally:
             self._busy.release()
 
@@ -141,7 +148,8 @@ class Workspace:
     def agree(self, call: Signature) -> None:
         """Exchange without payload: all ranks have the same signature, or all raise."""
         arguments = (self._header_table, as_tensor(call.pack()), True)
-        self.run(launch_ops.shm_agree, arguments, call.op, call.site)
+        rows = call.shape[0] if call.shape else 0
+        self.run(launch_ops.shm_agree, arguments, call.op, call.site, rows)
 
     def mark_dead(self, reason: str) -> None:
         """No exchange can be made any more; peers that wait for this rank are told."""
@@ -216,16 +224,16 @@ class Workspace:
         return bytes(self._controls[rank][start : start + layout.SIGNATURE_BYTES])
 
     def _settle(
-        self, resume: Callable[[], int], status: int, op: str, site: str
+        self, resume: Callable[[], int], status: int, op: str, site: str, rows: int
     ) -> None:
         start = time.monotonic()
         votes_at = start + VOTES_AFTER_S
         try:
             while status == launch_ops.PENDING:
                 now = time.monotonic()
-                self._look_for_lost_peers(op, site, now - start)
+                self._look_for_lost_peers(op, site, rows, now - start)
                 if now >= votes_at:
-                    self._compare_votes(site)
+                    self._compare_votes(site, rows)
                     votes_at = now + VOTES_AFTER_S
                 if now - start >= config.timeout_s:
                     peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
@@ -246,25 +254,23 @@ class Workspace:
                 self.mark_dead(str(mismatch))
             raise mismatch
 
-    def _compare_votes(self, site: str) -> None:
+    def _compare_votes(self, site: str, rows: int) -> None:
         try:
-            if site:
-                # A graph from the cache was not compiled here: no vote was cast.
-                votes.post(self.group_name, site, votes.ACCEPTED)
-                votes.check(self.group_name, site, votes.ACCEPTED)
-            votes.check_departures(self.group_name, site)
+            votes.check_waiting(self.group_name, site, rows)
         except DCPError:
             raise
         except RuntimeError as error:
             # The store went with a peer; the wait goes on to its own end.
             log.debug("votes on site %s not read: %s", site, error)
 
-    def _look_for_lost_peers(self, op: str, site: str, waited_s: float) -> None:
+    def _look_for_lost_peers(
+        self, op: str, site: str, rows: int, waited_s: float
+    ) -> None:
         for peer in range(self.world_size):
             if peer == self.rank or self._has_arrived(peer):
                 continue
             if layout.read_u32(self._controls[peer], layout.DEAD):
-                self._compare_votes(site)
+                self._compare_votes(site, rows)
                 why = f"rank {peer} has given up on the group"
             elif self._processes[peer].is_dead():
                 pid = self._processes[peer].pid
@@ -293,12 +299,20 @@ class Workspace:
         )  # fmt: skip
 
     def _mismatch(self, op: str, peer: int) -> DCPMismatchError:
-        own, other = (describe(self._published(r)) for r in (self.rank, peer))
-        return DCPMismatchError(
+        packed = [self._published(rank) for rank in (self.rank, peer)]
+        own, other = map(describe, packed)
+        error = (
             f"exchange {self.epoch} of group '{self.group_name}': rank {self.rank} "
             f"came with {own}; rank {peer} came with {other}. Every rank must make the "
             "same sequence of exchanges with equal shapes, dtypes and options"
         )
+        if differ_in_route(*packed):
+            error += (
+                "; equal calls that go different ways point to different settings: "
+                f"set max_tokens ({config.max_tokens} on rank {self.rank}) and the "
+                "other knobs alike on all ranks"
+            )
+        return DCPMismatchError(error)
 
     def _refuse(self) -> None:
         if self._pid != os.getpid():

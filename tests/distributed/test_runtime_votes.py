@@ -104,6 +104,7 @@ def test_facts_decide_alike_for_all() -> None:
         **process.current().as_dict(),
         "protocol": 1,
         "num_ubatches": 1,
+        "max_tokens": 256,
         "refusal": None,
     }
     assert bootstrap.decide([fact, dict(fact)]) is None
@@ -112,6 +113,7 @@ def test_facts_decide_alike_for_all() -> None:
         ("uid", -1),
         ("protocol", 2),
         ("num_ubatches", 5),
+        ("max_tokens", 8),
     ):
         refusal = bootstrap.decide([fact, {**fact, key: value}])
         assert refusal is not None
