@@ -119,11 +119,11 @@ def _unknown_option(key: str) -> str:
     spellings = {name: name for name in _inductor_names()}
     for knob in config.names():
         spellings[knob] = spellings[_PREFIX + knob] = _PREFIX + knob
-    knobs = ", ".join(_PREFIX + knob for knob in config.names())
     near = config.near_names(key.replace("-", "_"), spellings)
     return (
-        f"unknown option {key!r}: {near + ' ' if near else ''}Options are {knobs}, and "
-        "Inductor's, which torch._inductor.list_options() lists"
+        f"unknown option {key!r}: {near + ' ' if near else ''}The options are "
+        f"{_PREFIX}<knob> for each of dcp_inductor.config.names(), and those of "
+        "torch._inductor.list_options()"
     )
 
 

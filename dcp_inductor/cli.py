@@ -6,11 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from dcp_inductor import config
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["bench"]:  # has options of its own
+        if problems := config.environment_problems():
+            print("\n".join(problems.values()), file=sys.stderr)
+            return 2
         from dcp_inductor import bench
 
         return bench.main(arguments[1:])

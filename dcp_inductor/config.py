@@ -3,14 +3,16 @@
 Precedence, highest first: an argument (``options={"dcp_inductor.<knob>": ...}``), then
 ``patch`` or an assignment (``dcp_inductor.config.<knob> = ...``), then the variable
 ``DCP_INDUCTOR_<KNOB>`` as it was at import, then the default below. A wrong value is a
-``ValueError`` wherever it comes from. An assignment holds for every thread, ``patch``
-for the thread that calls it (with torch 2.11 for every thread).
+``ValueError`` wherever it comes from; one in the environment, when the knob is read, so
+that ``doctor`` can still say so. An assignment holds for every thread, ``patch`` for
+the thread that calls it (with torch 2.11 for every thread).
 """
 
 import contextlib
 import contextvars
 import difflib
 import hashlib
+import logging
 import os
 import sys
 import types
@@ -87,7 +89,7 @@ def near_names(name: str, known: Iterable[str] | Mapping[str, str]) -> str:
     A mapping gives, for each spelling to compare with, the name to show.
     """
     shown = known if isinstance(known, Mapping) else {each: each for each in known}
-    near = difflib.get_close_matches(name, list(shown), n=4, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(shown), n=3, cutoff=0.6)
     return (
         f"did you mean {', '.join({shown[each]: 0 for each in near})}?" if near else ""
     )
@@ -160,6 +162,7 @@ def read(name: str) -> Any:
     override = entry.user_override
     if isinstance(override, contextvars.ContextVar):  # newer torch
         override = override.get()
+    # A wrong variable is kept as a forced value, which the attribute raises for.
     if override is not _UNSET or entry.env_value_force is not _UNSET:
         return getattr(_this, name)
     base = entry.env_value_default
@@ -178,6 +181,25 @@ def environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = saved
+
+
+def environment_problems() -> dict[str, str]:
+    """What is wrong with each variable of the environment that starts like ours."""
+    problems = {}
+    known = {env_name(name): name for name in names()}
+    for variable, text in sorted(os.environ.items()):
+        if variable in known and text:
+            try:
+                _parse(known[variable], text)
+            except ValueError as error:
+                problems[variable] = str(error)
+        elif variable.startswith(env_name("")) and variable not in known:
+            # By the knob, since what all of them start with makes every name near.
+            knob = variable.removeprefix(env_name("")).lower()
+            hint = near_names(knob, {name: env_name(name) for name in names()})
+            hint = hint or f"expected one of {', '.join(known)}"
+            problems[variable] = f"{variable} is no variable of dcp_inductor: {hint}"
+    return problems
 
 
 def snapshot(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -220,11 +242,15 @@ class _Knobs(type(_this)):  # type: ignore[misc]
             return overrides[name]
         if name not in self._config and not name.startswith("_"):
             raise AttributeError(_unknown(name))
+        if name in _wrong:
+            raise ValueError(_wrong[name])
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._config:
             value = check(name, value)
+            if _wrong.pop(name, None):
+                self._config[name].env_value_force = _UNSET
             # Newer torch keeps an override to the thread that set it. Micro-batches run
             # on threads of their own and must see it, so it becomes the base value too.
             if not _patching.get():
@@ -250,8 +276,17 @@ def _unknown(name: str) -> str:
 
 
 types.ModuleType.__setattr__(_this, "__class__", _Knobs)
-for _name in names():
-    if _text := os.environ.get(env_name(_name)):
-        _this._config[_name].env_value_default = _parse(_name, _text)
 _entries: dict[str, Any] = _this._config
 _UNSET: Any = _config_module._UNSET_SENTINEL
+
+# Knobs whose variable holds what they cannot take.
+_wrong: dict[str, str] = {}
+_problems = environment_problems()
+for _name in names():
+    if env_name(_name) in _problems:
+        _wrong[_name] = _problems.pop(env_name(_name))
+        _entries[_name].env_value_force = None
+    elif _text := os.environ.get(env_name(_name)):
+        _entries[_name].env_value_default = _parse(_name, _text)
+for _problem in _problems.values():
+    logging.getLogger(__name__).warning("%s", _problem)

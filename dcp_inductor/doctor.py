@@ -68,6 +68,13 @@ def _entry_point() -> Fact:
 
 
 def _knobs() -> Fact:
+    problems = config.environment_problems()
+    if problems:
+        return Fact(
+            "config",
+            "; ".join(problems.values()),
+            f"correct or unset {', '.join(problems)}",
+        )
     changed = [
         f"{name}={value!r}"
         for name, value in config.snapshot().items()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +90,29 @@ def test_doctor_shows_knobs_that_were_set(capsys: pytest.CaptureFixture[str]) ->
     with config.patch(max_tokens=8):
         cli.main(["doctor"])
     assert "max_tokens=8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variable", "complaint"),
+    [
+        ("DCP_INDUCTOR_TIMEOUT_S", "expected a positive number, got 'soon'"),
+        ("DCP_INDUCTOR_TIMEOUTS", "did you mean DCP_INDUCTOR_TIMEOUT_S?"),
+    ],
+)
+def test_a_bad_variable_is_a_line_and_an_exit_code(
+    variable: str, complaint: str
+) -> None:
+    for command, expected in (("doctor", 1), ("bench", 2)):
+        run = subprocess.run(
+            [sys.executable, "-m", "dcp_inductor", command],
+            env=os.environ | {variable: "soon"}, capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+        assert run.returncode == expected, run.stderr
+        assert "Traceback" not in run.stderr
+        shown = run.stdout if command == "doctor" else run.stderr
+        [line] = [line for line in shown.splitlines() if complaint in line][:1]
+        assert variable in line
 
 
 def test_bench_gets_its_own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,11 +95,51 @@ def test_environment_beats_default_and_assignment_beats_environment() -> None:
     ]
 
 
-def test_a_wrong_variable_stops_the_import() -> None:
-    message = in_process("", max_tokens="0", timeout_s="")  # empty counts as unset
+@pytest.mark.parametrize(
+    "read",
+    ["config.max_tokens", "config.read('max_tokens')", "config.snapshot()",
+     "config.get_hash()"],
+)  # fmt: skip
+def test_a_wrong_variable_is_an_error_wherever_it_is_read(read: str) -> None:
+    code = f"assert config.timeout_s == 60.0\n{read}"
+    message = in_process(code, max_tokens="0", timeout_s="")  # empty counts as unset
     assert message == (
         "ValueError: DCP_INDUCTOR_MAX_TOKENS: expected a positive integer, got 0"
     )
+
+
+def test_an_assignment_and_an_argument_beat_a_wrong_variable() -> None:
+    code = (
+        "with config.arguments({'max_tokens': 3}): print(config.read('max_tokens'))\n"
+        "config.max_tokens = 4\n"
+        "print(config.max_tokens, config.read('max_tokens'), config.snapshot() != {})"
+    )
+    assert in_process(code, max_tokens="many").splitlines() == ["3", "4 4 True"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("MAX_TOKEN", "did you mean DCP_INDUCTOR_MAX_TOKENS?"),
+        ("TIMEOUT", "did you mean DCP_INDUCTOR_TIMEOUT_S?"),
+        ("max_tokens_", "did you mean DCP_INDUCTOR_MAX_TOKENS?"),
+        ("ZZZ", "expected one of DCP_INDUCTOR_ENABLE, "),
+    ],
+)
+def test_a_misspelt_variable_is_told_once(variable: str, hint: str) -> None:
+    name = f"DCP_INDUCTOR_{variable}"
+    run = subprocess.run(
+        [sys.executable, "-c", "import dcp_inductor; dcp_inductor.config.snapshot()"],
+        env=os.environ | {name: "4"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0
+    [line] = run.stderr.splitlines()
+    assert line.startswith(f"{name} is no variable of dcp_inductor: {hint}")
+
+
+def test_at_most_three_near_names() -> None:
+    near = config.near_names("direct", ["direct_a", "direct_b", "direct_c", "direct_d"])
+    assert near.count("direct") == 3
 
 
 @pytest.mark.parametrize("name", list(WRONG))
