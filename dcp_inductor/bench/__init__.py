@@ -23,27 +23,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m dcp_inductor bench",
         description="Time the direct exchanges against the collectives they replace.",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s"
+    )
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument(
-        "--ranks", type=int, metavar="N", help="processes; with cuda, a GPU each"
-    )
+        "--ranks", type=int, metavar="N", default=2,
+        help="processes; with cuda, a GPU each (default: %(default)s)",
+    )  # fmt: skip
     ranks.add_argument(
         "--virtual-ranks", type=int, metavar="N",
         help="streams of one process that share one GPU (needs nvcc and a checkout)",
     )  # fmt: skip
-    parser.add_argument("--tokens", type=int, nargs="+", metavar="T")
-    parser.add_argument("--heads", type=int, metavar="H", help="of all ranks")
-    parser.add_argument("--head-dim", type=int, default=512, metavar="D")
-    parser.add_argument("--query-dim", type=int, default=576, metavar="D")
-    parser.add_argument("--dtype", choices=tuple(cpu.DTYPES), default="bf16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    tokens, heads = (
+        "; ".join(f"{device}: {words}" for device, words in each.items())
+        for each in (
+            {device: " ".join(map(str, many)) for device, many in _TOKENS.items()},
+            _HEADS,
+        )
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", metavar="T", help=f"default: {tokens}"
+    )
+    parser.add_argument(
+        "--heads", type=int, metavar="H", help=f"of all ranks (default: {heads})"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, default=512, metavar="D",
+        help="of what is merged (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--query-dim", type=int, default=576, metavar="D",
+        help="of what is gathered (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(cpu.DTYPES),
+        default="bf16",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="write the rows here too (default: nowhere)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     options.tokens = options.tokens or _TOKENS[options.device]
     options.heads = options.heads or _HEADS[options.device]
+    if options.json and (problem := _unwritable(options.json)):
+        parser.error(f"--json: {problem}")
     if options.virtual_ranks is not None:
         return _virtual(parser, options)
-    options.ranks = 2 if options.ranks is None else options.ranks
+    if options.ranks == 1 and options.device == "cpu":
+        parser.error("expected at least 2 --ranks: one rank has nothing to exchange")
     if options.ranks < 1 or options.heads % options.ranks or min(options.tokens) < 1:
         parser.error(
             f"expected a multiple of --ranks {options.ranks} as --heads and at least "
@@ -64,6 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = {"rows": rows, "machine": machine}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def _unwritable(path: Path) -> str:
+    """Why the file cannot be written; asked before minutes go into its contents."""
+    before = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror}"
+    if not before:
+        path.unlink()
+    return ""
 
 
 def _virtual(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dcp_inductor import bench, cli
+from dcp_inductor.bench import cpu
 
 
 def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +37,49 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert f"{row['direct_us']:.1f}" in printed
 
 
-def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--ranks", "3"], "expected a multiple of --ranks 3"),
+        (["--ranks", "0"], "expected a multiple of --ranks 0"),
+        (["--ranks", "1"], "at least 2 --ranks: one rank has nothing to exchange"),
+        (["--json", "/nowhere/rows.json"], "/nowhere/rows.json: No such file"),
+        (["--json", "."], "cannot write .: Is a directory"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_runs(
+    arguments: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "run", lambda options: pytest.fail("it ran"))
     with pytest.raises(SystemExit):
-        bench.main(["--ranks", "3"])
-    assert "expected a multiple of --ranks 3" in capsys.readouterr().err
+        bench.main(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_run_that_fails_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(options: object) -> None:
+        raise RuntimeError("the ranks did not finish")
+
+    monkeypatch.setattr(cpu, "run", fail)
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    for path in (tmp_path / "new.json", old):
+        with pytest.raises(RuntimeError, match="did not finish"):
+            bench.main(["--json", str(path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text() == "kept"
+
+
+def test_help_names_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--help"])
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("default:") == 8
+    assert "default: cpu: 1 2 4 8 16 32 64; cuda: 1 2" in said
+    assert "(default: cpu: 32; cuda: 128)" in said

@@ -106,7 +106,7 @@ def test_every_error_ends_with_one_line_and_exit_code_1(monkeypatch, capsys, err
         raise error
 
     monkeypatch.setattr(demo, "run", run)
-    assert demo.main() == 1
+    assert demo.main([]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("demo: FAILED ")
     assert "why" in last
@@ -114,5 +114,16 @@ def test_every_error_ends_with_one_line_and_exit_code_1(monkeypatch, capsys, err
 
 def test_success_ends_with_exit_code_0(monkeypatch, capsys):
     monkeypatch.setattr(demo, "run", lambda: "demo: ok")
-    assert demo.main() == 0
+    assert demo.main([]) == 0
     assert capsys.readouterr().out == "demo: ok\n"
+
+
+def test_help_says_what_the_demo_does(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "run", lambda: pytest.fail("it ran"))
+    with pytest.raises(SystemExit) as ended:
+        demo.main(["--help"])
+    assert ended.value.code == 0
+    assert "split its KV cache" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit) as ended:
+        demo.main(["--fast"])
+    assert ended.value.code == 2
