@@ -7,7 +7,7 @@ PYTHON ?= python3
 # Inductor cannot link where torch lies under a path with a space; then .venv is a link.
 BIN = "$$(readlink -f .venv)"/bin
 ELSEWHERE = "$${HOME:-/tmp}/.cache/dcp_inductor/venv-$$(pwd | cksum | cut -d' ' -f1)"
-PIP = $(BIN)/python -m pip --disable-pip-version-check
+PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 NATIVE = $(wildcard csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu)
 
 .PHONY: setup demo test lint fix FORCE

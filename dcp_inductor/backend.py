@@ -38,7 +38,9 @@ def dcp_inductor(
         gm: graph from Dynamo; owned by this call.
         example_inputs: its inputs, real or fake.
         mode: "default", "reduce-overhead", "max-autotune" or
-            "max-autotune-no-cudagraphs"; means what it means to Inductor.
+            "max-autotune-no-cudagraphs"; means what it means to Inductor. torch.compile
+            takes no options beside it, where ``torch._inductor.list_mode_options(mode)
+            | {...}`` says the same.
         options: Inductor's options, and the knobs of ``dcp_inductor.config`` as
             ``"dcp_inductor.<knob>"``. A knob given here beats config and environment,
             both while compiling and whenever the result runs.
@@ -120,6 +122,8 @@ def _unknown_option(key: str) -> str:
     for knob in config.names():
         spellings[knob] = spellings[_PREFIX + knob] = _PREFIX + knob
     near = config.near_names(key.replace("-", "_"), spellings)
+    if key == "mode":
+        near = "give a mode's options, torch._inductor.list_mode_options(mode)."
     return (
         f"unknown option {key!r}: {near + ' ' if near else ''}The options are "
         f"{_PREFIX}<knob> for each of dcp_inductor.config.names(), and those of "

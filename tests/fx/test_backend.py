@@ -117,6 +117,14 @@ def test_options_of_both_kinds_reach_their_readers(
     assert config.max_tokens == 256
 
 
+def test_a_mode_and_knobs_go_together_as_options(passes: list[dict[str, Any]]) -> None:
+    recorder = Recorder()
+    mode = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    compile_plain(options=mode | {HOOK: recorder, "dcp_inductor.max_tokens": 7})
+    assert recorder.settings[0][:2] == (False, True)
+    assert [knobs["max_tokens"] for knobs in passes] == [7]
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -134,6 +142,7 @@ def test_options_of_both_kinds_reach_their_readers(
                 "got 'on'",
             ),
         ),
+        ({"mode": "max-autotune"}, ("unknown option 'mode': give a mode's options",)),
         ({"dcp_inductor.enable": 1}, ("expected True or False, got 1",)),
         ({"max_autotune": 3}, ("max_autotune, got int should be bool",)),
     ],
