@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from dcp_inductor.runtime import process
@@ -19,20 +20,53 @@ from dcp_inductor.runtime import process
 DIRECTORY = Path("/dev/shm")
 _PREFIX = "dcp_inductor"
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_FAILED = ctypes.c_void_p(-1).value
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+    ctypes.c_long,
+)  # fmt: skip
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class _Mapping:
+    """Pages of a descriptor, mapped for as long as the object lives.
+
+    Not ``mmap.mmap``, which keeps a descriptor of its own open for each mapping (before
+    Python 3.13 always): a process that makes groups again and again ran out of them.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _mmap(None, size, access, mmap.MAP_SHARED, descriptor, 0)
+        if address is None or address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        self.address, self.size = address, size
+
+    def __del__(self, munmap: Callable[[int, int], int] = _munmap) -> None:
+        if hasattr(self, "address"):
+            munmap(self.address, self.size)
+
 
 class Segment:
     """A mapped segment: its name, size, address in this process, and bytes.
 
-    Mapped for as long as the object lives: a launch on another thread may be using it.
+    Mapped for as long as the object or its view lives: a launch on another thread may
+    be using it.
     """
 
     def __init__(self, name: str, descriptor: int, size: int) -> None:
         self.name = name
         self.size = size
-        self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
-        self._anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
-        self.view = memoryview(self._map)
+        self._mapping = _Mapping(descriptor, size)
+        self.address = self._mapping.address
+        pages = (ctypes.c_char * size).from_address(self.address)
+        pages.mapping = self._mapping  # type: ignore[attr-defined]
+        self.view = memoryview(pages).cast("B")
 
     def unlink(self) -> None:
         """Remove the name; the memory lives until the last rank has closed it."""

@@ -326,3 +326,28 @@ def forked(rank: int, size: int) -> None:
 
 def test_a_fork_cannot_use_its_parents_workspace() -> None:
     world(2).run(forked)
+
+
+def descriptors(rank: int, size: int) -> list[str]:
+    name = fresh_group(size).group_name
+    combine(name, rank, size)
+    links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+    return [os.readlink(link) for link in links if os.path.lexists(link)]
+
+
+def test_memory_that_is_mapped_holds_no_descriptor() -> None:
+    """Workspaces live as long as their group, which compiled code may keep for good."""
+    for links in world(2).run(descriptors):
+        assert [link for link in links if str(shm.DIRECTORY) in link] == []
+
+
+def test_memory_is_unmapped_with_the_last_view_of_it() -> None:
+    segment = shm.create(8192)
+    segment.unlink()
+    name, view = segment.name, segment.view[4096:]
+    del segment
+    view[0] = 7
+    assert name in Path("/proc/self/maps").read_text()
+    assert view[0] == 7
+    del view
+    assert name not in Path("/proc/self/maps").read_text()
