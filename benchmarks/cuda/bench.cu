@@ -171,6 +171,7 @@ class CombineBench {
   void enqueue(int r, cudaStream_t stream, int tokens, const CombineVariant& v) {
     CombineLaunch launch = v.launch;
     launch.share = n_;
+    launch.invite_next &= !v.baseline;
     const bool tiled = v.baseline || launch.kernel == CombineKernel::kTiled;
     CombineParams p = tiled ? layout_.tiled : layout_.lamport;
     p.channel = world_.channel(r, Op::kA2aLseReduce, 0x2000u + tokens);
@@ -239,13 +240,16 @@ std::vector<CombineVariant> combine_variants(bool sweep, int tokens) {
     launch.kernel = kernel;
     launch.chunks_per_lane = chunks;
     launch.warps_per_block = warps;
+    launch.invite_next = true;  // as between ranks with a GPU each
     variants.push_back({name, baseline, launch, window});
   };
   add("four_launch", true, CombineKernel::kTiled, 0, 4, 0);
   if (!sweep) {
-    if (tokens <= 64) add("lamport", false, CombineKernel::kLamport, 0, 0, 1u << 20);
+    add("lamport", false, CombineKernel::kLamport, 0, 0, 0);
     if (tokens <= 16) {
-      add("lamport_no_overlap", false, CombineKernel::kLamport, 0, 0, 1u << 20);
+      add("lamport_no_invitation", false, CombineKernel::kLamport, 0, 0, 0);
+      variants.back().launch.invite_next = false;
+      add("lamport_no_overlap", false, CombineKernel::kLamport, 0, 0, 0);
       variants.back().launch.overlap_launch = false;
     }
     if (tokens >= 8) add("tiled", false, CombineKernel::kTiled, 0, 0, 1);
@@ -255,12 +259,11 @@ std::vector<CombineVariant> combine_variants(bool sweep, int tokens) {
     for (uint32_t chunks : {1u, 2u}) {
       for (uint32_t warps : {1u, 2u, 4u, 8u}) {
         add("lamport_c" + std::to_string(chunks) + "_w" + std::to_string(warps), false,
-            CombineKernel::kLamport, chunks, warps, 1u << 20);
+            CombineKernel::kLamport, chunks, warps, 0);
       }
     }
   }
   if (tokens >= 16) {
-    add("lamport_c1_w4_window1", false, CombineKernel::kLamport, 1, 4, 1);
     for (uint32_t window : {0u, 1u, 2u, 1u << 20}) {
       add("tiled_window" + std::to_string(window), false, CombineKernel::kTiled, 0, 0, window);
     }
@@ -288,7 +291,7 @@ void bench_combine(bool sweep, const std::vector<int>& ranks, const std::vector<
           const bool tiled = v.launch.kernel == CombineKernel::kTiled;
           if (v.baseline) base = us;
           else if (tiled && us < best_tiled) best_tiled = us, tiled_name = v.name;
-          else if (!tiled && v.launch.overlap_launch && us < best_lamport) best_lamport = us, lamport_name = v.name;
+          else if (!tiled && v.launch.overlap_launch && v.launch.invite_next && us < best_lamport) best_lamport = us, lamport_name = v.name;
         }
         const double best = std::min(best_lamport, best_tiled);
         std::printf("N=%d H=%3d T=%3d  four-launch %7.2f  marked %7.2f (%s)  tiled %7.2f (%s)  "
@@ -355,6 +358,7 @@ void bench_gather(bool query, int n, int tokens, int heads, double copy_tbps) {
       GatherLaunch launch;
       launch.kernel = v.kernel;
       launch.share = n;
+      launch.invite_next = true;
       CUDA_CHECK(launch_gather(p, launch, s));
     });
     const bool fault = world.any_fault();

@@ -9,25 +9,24 @@
 
 namespace dcp::baseline {
 
-__global__ void epoch_kernel(const __grid_constant__ CombineParams p) {
-  ++p.channel.own->epoch;
-}
+__global__ void epoch_kernel(const __grid_constant__ CombineParams p) { ++p.channel.own->epoch; }
 
 template <int kRanks>
 __global__ void __launch_bounds__(256) push_kernel(const __grid_constant__ CombineParams p) {
-  const Call call = make_call(p.channel, load_epoch_and_dead(p.channel));
+  const Call call = make_call(p.channel, load_header(p.channel));
   const uint32_t warps = blockDim.x / 32;
   Outgoing<kRanks, __nv_bfloat16, 1> outgoing;
   for (uint32_t i = blockIdx.x * warps + threadIdx.x / 32; i < p.num_items;
        i += gridDim.x * warps) {
     const UnitLane<1> unit(p, i);
-    outgoing.load(p, unit);
-    outgoing.template store<false>(p, call, unit, i);
+    outgoing.plan(p, unit, i);
+    outgoing.template load<false>(p, unit);
+    outgoing.template store<false>(p, call, unit);
   }
 }
 
 __global__ void signal_kernel(const __grid_constant__ CombineParams p) {
-  const Call call = make_call(p.channel, load_epoch_and_dead(p.channel));
+  const Call call = make_call(p.channel, load_header(p.channel));
   if (is_peer(p.channel, threadIdx.x)) {
     uint64_t* flags = reinterpret_cast<uint64_t*>(p.channel.peer[threadIdx.x] + p.flag_offset);
     st_release_sys_u64(flags + region(p.channel, call.slot, p.channel.rank),
@@ -38,12 +37,12 @@ __global__ void signal_kernel(const __grid_constant__ CombineParams p) {
 template <int kRanks>
 __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ CombineParams p) {
   const Channel& channel = p.channel;
-  const Call call = make_call(channel, load_epoch_and_dead(channel));
+  const Call call = make_call(channel, load_header(channel));
   const uint32_t lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const char* base = channel.peer[channel.rank];
   const uint32_t source = is_peer(channel, lane) ? lane : channel.rank;
-  const uint64_t* flag = reinterpret_cast<const uint64_t*>(base + p.flag_offset) +
-                         region(channel, call.slot, source);
+  const uint64_t* flag =
+      reinterpret_cast<const uint64_t*>(base + p.flag_offset) + region(channel, call.slot, source);
   const char* data_base = base + p.data_offset + region(channel, call.slot, 0) * p.data_capacity;
   const char* lse_base =
       base + p.lse_offset + region(channel, call.slot, source) * p.lse_capacity * 8;
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Co
     for (int s = 0; s < kRanks; ++s) {
       data[s][0] = own.data[0];
       if (s < channel.world_size && s != channel.rank && unit.valid[0]) {
-        data[s][0] = ld_stream_v4(data_base + s * p.data_capacity + unit.byte_offset(p, 0));
+        data[s][0] = ld_stream_v4(data_base + s * p.data_capacity + unit.byte_offset(p));
       }
     }
     float lse = own.lse;

@@ -30,12 +30,12 @@ void plan_combine(CombineParams& p, CombineLaunch& launch) {
   for (uint32_t r = 0; r < p.channel.world_size; ++r) {
     if (p.scatter.rows[r] > rows) rows = p.scatter.rows[r];
   }
-  // A function of shape and ranks alone: peers must cut the same units. Two chunks a lane pay
-  // once there are more units than the chip has warps waiting for memory.
+  // A function of shape and ranks alone: peers must cut the same units. Two chunks a lane pay once
+  // there are more units than fill the chip.
   if (launch.kernel == CombineKernel::kTiled || p.channel.world_size > 8) {
     launch.chunks_per_lane = 1;
   } else if (launch.chunks_per_lane == 0) {
-    const bool many = rows * ceil_div(p.row_chunks, 32) > 512;
+    const bool many = rows * ceil_div(p.row_chunks, 32) > 1024;
     launch.chunks_per_lane = many && p.channel.world_size <= 4 ? 2 : 1;
   }
   // Units of equal length, so that no warp is left with a sliver of a row.
@@ -43,6 +43,12 @@ void plan_combine(CombineParams& p, CombineLaunch& launch) {
   p.unit_chunks = ceil_div(p.row_chunks, units);
   p.units_per_row = FastDiv(units);
   p.num_items = rows * units;
+  const ScatterMap& scatter = p.scatter;
+  p.stride_rank = scatter.token_step * p.stride_token + scatter.head_step * p.stride_head;
+  p.lse_stride_rank =
+      scatter.token_step * p.lse_stride_token + scatter.head_step * p.lse_stride_head;
+  p.data_slot = p.channel.world_size * p.data_capacity;
+  p.lse_slot = p.channel.world_size * p.lse_capacity * 8;
 }
 
 cudaError_t launch_a2a_lse_reduce(const CombineParams& p, const CombineLaunch& launch,
@@ -61,6 +67,7 @@ cudaError_t launch_a2a_lse_reduce(const CombineParams& p, const CombineLaunch& l
   const cudaError_t error =
       resident_blocks(reinterpret_cast<const void*>(kernel), warps * 32, launch.share, &resident);
   if (error != cudaSuccess) return error;
+  const uint32_t half = resident / 2;
   if (launch.max_blocks != 0 && launch.max_blocks < resident) resident = launch.max_blocks;
   if (resident < 2) return cudaErrorCooperativeLaunchTooLarge;
   uint32_t lse_items = 0;
@@ -75,7 +82,9 @@ cudaError_t launch_a2a_lse_reduce(const CombineParams& p, const CombineLaunch& l
   const cudaError_t configured =
       launch_config(blocks, warps * 32, stream, launch.overlap_launch, &attribute, &config);
   if (configured != cudaSuccess) return configured;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  CombineParams launched = p;
+  launched.channel.invites_next = launch.invite_next && blocks <= half;
+  return cudaLaunchKernelEx(&config, kernel, launched);
 }
 
 }  // namespace dcp

@@ -13,40 +13,46 @@ namespace dcp {
 template <int kChunks>
 struct UnitLane {
   uint32_t row;
-  uint32_t part;  // index of the unit in its row
-  uint32_t chunk[kChunks];
+  uint32_t part;   // index of the unit in its row
+  uint32_t chunk;  // the first; the others lie 32 further each
   bool valid[kChunks];
 
   __device__ __forceinline__ UnitLane(const CombineParams& p, uint32_t unit) {
     row = p.units_per_row(unit);
     part = unit - row * p.units_per_row.d;
+    const uint32_t within = threadIdx.x % 32;
+    chunk = part * p.unit_chunks + within;
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const uint32_t within = k * 32 + threadIdx.x % 32;
-      chunk[k] = part * p.unit_chunks + within;
-      valid[k] = within < p.unit_chunks && chunk[k] < p.row_chunks;
+    for (int c = 0; c < kChunks; ++c) {
+      valid[c] = within + c * 32 < p.unit_chunks && chunk + c * 32 < p.row_chunks;
     }
   }
 
-  __device__ __forceinline__ uint64_t byte_offset(const CombineParams& p, int k) const {
-    return (static_cast<uint64_t>(row) * p.row_chunks + chunk[k]) * 16;
+  // Of the first chunk, in a source's region and in an output of the payload's dtype.
+  __device__ __forceinline__ uint64_t byte_offset(const CombineParams& p) const {
+    return (static_cast<uint64_t>(row) * p.row_chunks + chunk) * 16;
   }
 };
+
+constexpr uint32_t kChunkStride = 32 * 16;  // bytes between the chunks of a lane
 
 struct RowPosition {
   uint32_t token, head;
 };
 
+__device__ __forceinline__ RowPosition uneven_row_position(const ScatterMap& scatter, uint32_t rank,
+                                                           uint32_t row) {
+  const FastDiv heads = scatter.heads[rank];
+  const uint32_t t = heads(row);
+  return {scatter.first_token[rank] + t, scatter.first_head[rank] + (row - t * heads.d)};
+}
+
 __device__ __forceinline__ RowPosition row_position(const CombineParams& p, uint32_t rank,
                                                     uint32_t row) {
-  if (p.scatter.uniform) {
-    const uint32_t t = p.scatter.uniform_heads(row);
-    return {rank * p.scatter.token_step + t,
-            rank * p.scatter.head_step + (row - t * p.scatter.uniform_heads.d)};
-  }
-  const FastDiv heads = p.scatter.heads[rank];
-  const uint32_t t = heads(row);
-  return {p.scatter.first_token[rank] + t, p.scatter.first_head[rank] + (row - t * heads.d)};
+  if (!p.scatter.uniform) return uneven_row_position(p.scatter, rank, row);
+  const uint32_t t = p.scatter.uniform_heads(row);
+  return {rank * p.scatter.token_step + t,
+          rank * p.scatter.head_step + (row - t * p.scatter.uniform_heads.d)};
 }
 
 __device__ __forceinline__ uint32_t rows_of(const CombineParams& p, uint32_t rank) {
@@ -57,13 +63,14 @@ __device__ __forceinline__ const char* partial_row(const CombineParams& p, RowPo
   return p.partial + at.token * p.stride_token + at.head * p.stride_head;
 }
 
-__device__ __forceinline__ float partial_lse(const CombineParams& p, RowPosition at) {
-  return load_lse(p.lse, p.lse_dtype, at.token * p.lse_stride_token + at.head * p.lse_stride_head);
-}
-
 __device__ __forceinline__ uint32_t rotated_peer(const Channel& channel, uint32_t k) {
   const uint32_t peer = channel.rank + k;
   return peer >= channel.world_size ? peer - channel.world_size : peer;
+}
+
+// `ranks`, bit s for rank s, with bit k for rank (rank + k) % N.
+__device__ __forceinline__ uint32_t rotated_mask(const Channel& channel, uint32_t ranks) {
+  return (ranks | ranks << channel.world_size) >> channel.rank;
 }
 
 // Start of the region that `source` writes in slot `slot`, in units of the capacity.
@@ -71,87 +78,144 @@ __device__ __forceinline__ uint64_t region(const Channel& channel, uint32_t slot
   return slot * channel.world_size + source;
 }
 
-// One unit on its way to the peers, in registers. Entry k - 1 goes to peer (rank + k) % N, so
-// that ranks do not all write to the same peer at the same time; lane k holds that row's LSE.
+__device__ __forceinline__ bool any_row_is_masked(const CombineParams& p, uint32_t row) {
+  bool mine = false;
+  for (uint32_t rank = 0; rank < p.channel.world_size; ++rank) {
+    if (row >= rows_of(p, rank)) continue;
+    const bool empty = token_is_empty(p, row_position(p, rank, row).token);
+    if (threadIdx.x % 32 == rank) mine = empty;
+  }
+  return mine;
+}
+
+// Whether lengths say that row `row` is empty: in lane s, of the part of rank s.
+__device__ __forceinline__ bool row_is_masked(const CombineParams& p, uint32_t row) {
+  if (p.seq_lens == nullptr) return false;
+  if (!p.scatter.same_tokens) return any_row_is_masked(p, row);
+  const uint32_t token = row_position(p, p.channel.rank, row).token;
+  if (token < p.num_requests) {  // a guess: one token a request
+    const int32_t* starts = p.query_start_loc;
+    const int32_t first = starts[token], last = starts[token + 1], length = p.seq_lens[token];
+    const int32_t t = static_cast<int32_t>(token);
+    if (first <= t && t < last) return length <= 0;
+  }
+  return token_is_empty(p, token);
+}
+
+// One unit on its way to the peers, in registers. Entry k goes to rank (rank + k) % N, so that
+// ranks do not all write to the same peer at the same time; entry 0 is this rank's own part.
+// Lane s holds the LSE of rank s's row.
+//
+// Where things come from and go to is worked out apart from the transfer, which then is a few
+// instructions: a warp runs them one after another, and 200 of them take as long as a hop.
 template <int kRanks, typename Payload, int kChunks>
 struct Outgoing {
-  uint4 data[kRanks - 1][kChunks];
+  uint32_t row;
+  uint32_t exists;  // bit s: rank s has this row
+  const char* from[kRanks];
+  int64_t lse_from;  // element of the LSEs
+  char* to[kRanks];  // of slot 0, as all that follows
+  char* lse_to;
+  uint4 data[kRanks][kChunks];  // anything where there is no such row
   float lse;
 
-  __device__ __forceinline__ void load(const CombineParams& p, const UnitLane<kChunks>& unit) {
-    const uint32_t lane = threadIdx.x % 32;
-    RowPosition mine{0, 0};
-    bool sends = false;
-#pragma unroll
-    for (int k = 1; k < kRanks; ++k) {
-      if (k >= p.channel.world_size) break;
-      const uint32_t peer = rotated_peer(p.channel, k);
-      if (unit.row >= rows_of(p, peer)) continue;
-      const RowPosition at = row_position(p, peer, unit.row);
-      const char* row = partial_row(p, at);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        if (unit.valid[c]) data[k - 1][c] = ld_stream_v4(row + unit.chunk[c] * 16u);
-      }
-      if (lane == k) {
-        mine = at;
-        sends = true;
+  __device__ __forceinline__ void plan(const CombineParams& p, const UnitLane<kChunks>& unit,
+                                       uint32_t unit_index) {
+    const Channel& channel = p.channel;
+    const uint32_t lane = threadIdx.x % 32, n = channel.world_size;
+    const uint64_t region_start =
+        p.data_offset + channel.rank * p.data_capacity + unit.byte_offset(p);
+    row = unit.row;
+    exists = 0;
+    lse_from = 0;
+    if (unit_index < p.num_items) {
+      if (p.scatter.uniform) {
+        if (unit.row < p.scatter.uniform_rows) exists = (1u << n) - 1;
+      } else {
+        for (uint32_t s = 0; s < n; ++s) exists |= (unit.row < p.scatter.rows[s] ? 1u : 0u) << s;
       }
     }
-    lse = sends ? partial_lse(p, mine) : kEmptyLse;
-    if (p.seq_lens != nullptr) mask(p, unit.row);
+    const RowPosition first = row_position(p, 0, unit.row);
+    const char* first_row = partial_row(p, first) + unit.chunk * 16u;
+    if (p.scatter.uniform) {
+      lse_from = first.token * p.lse_stride_token + first.head * p.lse_stride_head +
+                 lane * p.lse_stride_rank;
+    } else if (exists >> lane & 1u) {
+      const RowPosition at = row_position(p, lane, unit.row);
+      lse_from = at.token * p.lse_stride_token + at.head * p.lse_stride_head;
+    }
+#pragma unroll
+    for (int k = 0; k < kRanks; ++k) {
+      if (k >= n) break;
+      const uint32_t peer = rotated_peer(channel, k);
+      from[k] = p.scatter.uniform
+                    ? first_row + peer * p.stride_rank
+                    : partial_row(p, row_position(p, peer, unit.row)) + unit.chunk * 16u;
+      to[k] = channel.peer[peer] + region_start;
+    }
+    lse_to = channel.peer[lane < n ? lane : 0] + p.lse_offset +
+             (channel.rank * p.lse_capacity + unit_index) * 8;
   }
 
-  __device__ __forceinline__ void mask(const CombineParams& p, uint32_t row) {
-    if (p.scatter.same_tokens) {
-      if (token_is_empty(p, row_position(p, p.channel.rank, row).token)) lse = kEmptyLse;
-      return;
+  // Makes the compiler finish plan() here.
+  __device__ __forceinline__ void planned(const CombineParams& p) const {
+#pragma unroll
+    for (int k = 0; k < kRanks; ++k) {
+      if (k >= p.channel.world_size) break;
+      evaluate_now(reinterpret_cast<uint64_t>(from[k]));
+      evaluate_now(reinterpret_cast<uint64_t>(to[k]));
     }
-    for (uint32_t k = 1; k < p.channel.world_size; ++k) {
-      const uint32_t peer = rotated_peer(p.channel, k);
-      if (row >= rows_of(p, peer)) continue;
-      if (token_is_empty(p, row_position(p, peer, row).token) && threadIdx.x % 32 == k) {
-        lse = kEmptyLse;
+    evaluate_now(lse_from);
+    evaluate_now(reinterpret_cast<uint64_t>(lse_to));
+  }
+
+  template <bool kWithOwn>
+  __device__ __forceinline__ void load(const CombineParams& p, const UnitLane<kChunks>& unit) {
+    const uint32_t lane = threadIdx.x % 32;
+    const bool wanted = (exists >> lane & 1u) && (kWithOwn || lane != p.channel.rank);
+    lse = wanted ? load_lse(p.lse, p.lse_dtype, lse_from) : kEmptyLse;
+#pragma unroll
+    for (int k = kWithOwn ? 0 : 1; k < kRanks; ++k) {
+      if (k >= p.channel.world_size) break;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const bool here = rotated_mask(p.channel, exists) >> k & 1u && unit.valid[c];
+        ld_stream_v4_if(here, from[k] + c * kChunkStride, data[k][c]);
       }
     }
+    if (p.seq_lens != nullptr && row_is_masked(p, row)) lse = kEmptyLse;
+    lse = without_marks(lse);
   }
 
   // kMarked: payload words carry their own arrival mark, the LSE word epoch and signature.
   // Otherwise a flag follows and everything is stored as it is. An empty row sends its LSE only.
   template <bool kMarked>
   __device__ __forceinline__ void store(const CombineParams& p, const Call& call,
-                                        const UnitLane<kChunks>& unit, uint32_t unit_index) {
+                                        const UnitLane<kChunks>& unit) {
     const uint32_t lane = threadIdx.x % 32;
-    const uint64_t slot = region(p.channel, call.slot, p.channel.rank);
-    const uint32_t full = __ballot_sync(kFullWarp, lse != kEmptyLse);
-    char* lse_base = nullptr;
+    const uint64_t slot = call.slot ? p.data_slot : 0;
+    const uint32_t full = rotated_mask(p.channel, __ballot_sync(kFullWarp, lse != kEmptyLse));
 #pragma unroll
     for (int k = 1; k < kRanks; ++k) {
       if (k >= p.channel.world_size) break;
-      const uint32_t peer = rotated_peer(p.channel, k);
-      if (unit.row >= rows_of(p, peer)) continue;
-      char* base = p.channel.peer[peer];
-      if (lane == k) lse_base = base + p.lse_offset;
-      if (!(full >> k & 1u)) continue;
-      char* data_base = base + p.data_offset + slot * p.data_capacity;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        if (!unit.valid[c]) continue;
-        char* to = data_base + unit.byte_offset(p, c);
+        const bool sends = full >> k & 1u && unit.valid[c];
+        char* at = to[k] + slot + c * kChunkStride;
         if constexpr (kMarked) {
-          st_relaxed_sys_v4(to, without_armed_words<Payload>(data[k - 1][c]));
-        } else {
-          st_weak_v4(to, data[k - 1][c]);
+          st_relaxed_sys_v4_if(sends, at, without_armed_words<Payload>(data[k][c]));
+        } else if (sends) {
+          st_weak_v4(at, data[k][c]);
         }
       }
     }
-    if (lse_base == nullptr) return;
+    if (!(exists >> lane & 1u) || lane == p.channel.rank) return;
+    char* at = lse_to + (call.slot ? p.lse_slot : 0);
     if constexpr (kMarked) {
       const uint64_t tag = p.channel.signature + call.epoch;
-      st_relaxed_sys_u64(lse_base + (slot * p.lse_capacity + unit_index) * 8,
-                         (tag & 0xFFFFFFFFu) << 32 | __float_as_uint(lse));
+      st_relaxed_sys_u64(at, (tag & 0xFFFFFFFFu) << 32 | __float_as_uint(lse));
     } else {
-      *reinterpret_cast<float*>(lse_base + (slot * p.lse_capacity + unit_index) * 8) = lse;
+      *reinterpret_cast<float*>(at) = lse;
     }
   }
 };
@@ -166,30 +230,41 @@ struct OwnPart {
     lse = kEmptyLse;
     if (unit.row >= rows_of(p, p.channel.rank)) return;
     const RowPosition at = row_position(p, p.channel.rank, unit.row);
-    const char* row = partial_row(p, at);
+    const char* row = partial_row(p, at) + unit.chunk * 16u;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      if (unit.valid[c]) data[c] = ld_stream_v4(row + unit.chunk[c] * 16u);
+      if (unit.valid[c]) data[c] = ld_stream_v4(row + c * kChunkStride);
     }
-    if (threadIdx.x % 32 == p.channel.rank) lse = partial_lse(p, at);
-    if (p.seq_lens != nullptr && token_is_empty(p, at.token)) lse = kEmptyLse;
+    const bool empty = row_is_masked(p, unit.row);
+    if (threadIdx.x % 32 != p.channel.rank || empty) return;
+    lse = load_lse(p.lse, p.lse_dtype, at.token * p.lse_stride_token + at.head * p.lse_stride_head);
+    lse = without_marks(lse);
   }
 };
 
+// Rounds once and stores the chunk that starts at `offset` bytes of an output of the payload's
+// dtype.
+template <typename Payload>
+__device__ __forceinline__ void store_output(const CombineParams& p, uint64_t offset,
+                                             const Accumulator<Payload>& sum) {
+  if (p.output_dtype == PayloadTraits<Payload>::kDtype) {
+    store_as(p.output + offset, PayloadTraits<Payload>::kDtype, sum.value);
+  } else {
+    store_converted(p.output, p.output_dtype, offset, sum);
+  }
+}
+
 // NaN in every element of the unit: what a row becomes when a peer did not arrive.
 template <typename Payload, int kChunks>
-__device__ __forceinline__ void poison_unit(const CombineParams& p, uint32_t unit_index) {
+DCP_OUT_OF_LINE void poison_unit(const CombineParams& p, uint32_t unit_index) {
   const UnitLane<kChunks> unit(p, unit_index);
   if (unit.row >= rows_of(p, p.channel.rank)) return;
   const float nan = __uint_as_float(0x7FFFFFFFu);
-  constexpr int kElements = PayloadTraits<Payload>::kElements;
   Accumulator<Payload> sum;
   sum.fill(nan);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (!unit.valid[c]) continue;
-    const uint64_t first = static_cast<uint64_t>(unit.row) * p.head_dim + unit.chunk[c] * kElements;
-    store_output(p.output, p.output_dtype, first, sum.value);
+    if (unit.valid[c]) store_output(p, unit.byte_offset(p) + c * kChunkStride, sum);
   }
   if (p.lse_output != nullptr && unit.part == 0 && threadIdx.x % 32 == 0) {
     p.lse_output[unit.row] = nan;
@@ -201,7 +276,6 @@ __device__ __forceinline__ void poison_unit(const CombineParams& p, uint32_t uni
 template <int kRanks, typename Payload, int kChunks>
 __device__ __forceinline__ void merge_unit(const CombineParams& p, const UnitLane<kChunks>& unit,
                                            const uint4 (&data)[kRanks][kChunks], float lse) {
-  constexpr int kElements = PayloadTraits<Payload>::kElements;
   MergeWeights<kRanks> merge;
   merge.compute(lse, p.log2_base);
   const bool empty = !(merge.sum > 0.0f);
@@ -213,11 +287,10 @@ __device__ __forceinline__ void merge_unit(const CombineParams& p, const UnitLan
     for (int s = 0; s < kRanks; ++s) {
       if (merge.weight[s] != 0.0f) sum.add(data[s][c], merge.weight[s]);
     }
-    const uint64_t first = static_cast<uint64_t>(unit.row) * p.head_dim + unit.chunk[c] * kElements;
-    if (unit.valid[c]) store_output(p.output, p.output_dtype, first, sum.value);
+    if (unit.valid[c]) store_output(p, unit.byte_offset(p) + c * kChunkStride, sum);
   }
   if (p.lse_output != nullptr && unit.part == 0 && threadIdx.x % 32 == 0) {
-    p.lse_output[unit.row] = merge.lse(p.log2_base);
+    p.lse_output[unit.row] = merged_lse(merge.highest, merge.sum, p.log2_base);
   }
 }
 

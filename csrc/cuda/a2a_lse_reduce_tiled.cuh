@@ -23,8 +23,9 @@ __device__ __forceinline__ void push_tile(const CombineParams& p, const Call& ca
     const uint32_t index = tile * kTileUnits + i;
     if (index >= p.num_items) break;
     const UnitLane<kChunks> unit(p, index);
-    outgoing.load(p, unit);
-    outgoing.template store<false>(p, call, unit, index);
+    outgoing.plan(p, unit, index);
+    outgoing.template load<false>(p, unit);
+    outgoing.template store<false>(p, call, unit);
   }
   // The barrier orders the block's stores before warp 0, whose release then covers them all.
   __syncthreads();
@@ -64,7 +65,8 @@ __device__ __forceinline__ void merge_tile(const CombineParams& p, const Call& c
       for (int c = 0; c < kChunks; ++c) {
         data[s][c] = own.data[c];
         if (s < channel.world_size && s != channel.rank && unit.valid[c]) {
-          data[s][c] = ld_stream_v4(data_base + s * p.data_capacity + unit.byte_offset(p, c));
+          data[s][c] = ld_stream_v4(data_base + s * p.data_capacity + unit.byte_offset(p) +
+                                    c * kChunkStride);
         }
       }
     }
@@ -81,20 +83,17 @@ __device__ __forceinline__ void merge_tile(const CombineParams& p, const Call& c
 template <int kRanks, typename Payload, int kChunks>
 __global__ void __launch_bounds__(kTileWarps * 32)
     a2a_lse_reduce_tiled_kernel(const __grid_constant__ CombineParams p) {
-  grid_dependency_wait();
+  take_turn(p.channel);
   const Call call = begin_block_call(p.channel);
   const uint32_t worker = (blockIdx.x - 1) * kTileWarps + threadIdx.x / 32;
   const uint32_t workers = (gridDim.x - 1) * kTileWarps;
   if (blockIdx.x == 0) {
-    rendezvous(p.channel, call, true, false);
-    const uint32_t ticket = threadIdx.x == 0 ? arrive(p.channel) : 0;
-    rendezvous(p.channel, call, false, true);
-    finish_call(p.channel, call, ticket);
+    meet_peers(p.channel, call, true);
     return;
   }
   if (call.dead) {
     for (uint32_t i = worker; i < p.num_items; i += workers) poison_unit<Payload, kChunks>(p, i);
-    merge_full_lse(p, call, worker, workers);
+    if (p.full_lse_output != nullptr) merge_full_lse(p, call, worker, workers);
     return;
   }
   stress_point(p.channel, call, 0);
@@ -105,8 +104,8 @@ __global__ void __launch_bounds__(kTileWarps * 32)
   for (uint32_t w = 0; w <= p.window && ahead < tiles; ++w, ahead += blocks) {
     push_tile<kRanks, Payload, kChunks>(p, call, ahead);
   }
-  const uint32_t ticket = threadIdx.x == 0 ? arrive(p.channel) : 0;
-  push_full_lse(p, call, worker, workers);
+  if (threadIdx.x == 0) count_reader(p.channel);
+  if (p.full_lse_output != nullptr) push_full_lse(p, call, worker, workers);
   stress_point(p.channel, call, 1);
   for (uint32_t tile = blockIdx.x - 1; tile < tiles; tile += blocks) {
     merge_tile<kRanks, Payload, kChunks>(p, call, tile);
@@ -116,8 +115,7 @@ __global__ void __launch_bounds__(kTileWarps * 32)
       ahead += blocks;
     }
   }
-  merge_full_lse(p, call, worker, workers);
-  finish_call(p.channel, call, ticket);
+  if (p.full_lse_output != nullptr) merge_full_lse(p, call, worker, workers);
 }
 
 }  // namespace dcp

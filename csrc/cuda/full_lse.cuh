@@ -28,8 +28,8 @@ __device__ __forceinline__ uint32_t full_lse_items(const CombineParams& p) {
 __device__ __forceinline__ float full_lse_own(const CombineParams& p, const FullLseItem& item) {
   const bool masked = p.seq_lens != nullptr && token_is_empty(p, item.token);
   if (masked || !item.valid) return kEmptyLse;
-  return load_lse(p.lse, p.lse_dtype,
-                  item.token * p.lse_stride_token + item.head * p.lse_stride_head);
+  return without_marks(load_lse(p.lse, p.lse_dtype,
+                                item.token * p.lse_stride_token + item.head * p.lse_stride_head));
 }
 
 __device__ __forceinline__ uint64_t* full_lse_word(const CombineParams& p, const Call& call,
@@ -41,8 +41,8 @@ __device__ __forceinline__ uint64_t* full_lse_word(const CombineParams& p, const
   return reinterpret_cast<uint64_t*>(p.channel.peer[at_rank] + p.full_lse_offset) + word;
 }
 
-__device__ __forceinline__ void push_full_lse(const CombineParams& p, const Call& call,
-                                              uint32_t worker, uint32_t workers) {
+__device__ __forceinline__ void push_full_lse(const CombineParams& p, Call call, uint32_t worker,
+                                              uint32_t workers) {
   const uint64_t tag = p.channel.signature + call.epoch;
   for (uint32_t i = worker; i < full_lse_items(p); i += workers) {
     const FullLseItem item(p, i);
@@ -95,11 +95,11 @@ __device__ __forceinline__ float receive_full_lse(const CombineParams& p, const 
       }
     }
   }
-  return sum > 0.0f ? highest + log2f(sum) / p.log2_base : kEmptyLse;
+  return merged_lse(highest, sum, p.log2_base);
 }
 
-__device__ __forceinline__ void merge_full_lse(const CombineParams& p, const Call& call,
-                                               uint32_t worker, uint32_t workers) {
+__device__ __forceinline__ void merge_full_lse(const CombineParams& p, Call call, uint32_t worker,
+                                               uint32_t workers) {
   for (uint32_t i = worker; i < full_lse_items(p); i += workers) {
     const FullLseItem item(p, i);
     const float lse = call.dead ? __uint_as_float(0x7FFFFFFFu) : receive_full_lse(p, call, item);

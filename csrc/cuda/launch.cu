@@ -156,6 +156,7 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
   launch.kernel = static_cast<dcp::CombineKernel>(t.kernel);
   launch.payload = dtype_of(partial_output);
   launch.share = static_cast<uint32_t>(t.channel.share);
+  launch.invite_next = launch.share <= 1;
   const auto element = static_cast<int64_t>(partial_output.element_size());
   p.partial = pointer<const char>(partial_output);
   p.stride_token = partial_output.stride(0) * element;
@@ -197,7 +198,7 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
   p.flag_capacity = t.flag_capacity;
   p.full_lse_offset = t.full_lse_offset;
   p.full_lse_capacity = t.full_lse_capacity;
-  p.window = launch.kernel == dcp::CombineKernel::kTiled ? 1 : ~0u;
+  p.window = 1;
   dcp::plan_combine(p, launch);
 
   const int64_t rows = p.num_items / p.units_per_row.d;
@@ -261,6 +262,7 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   dcp::GatherLaunch launch;
   launch.kernel = static_cast<dcp::GatherKernel>(t.kernel);
   launch.share = static_cast<uint32_t>(t.channel.share);
+  launch.invite_next = launch.share <= 1;
   const bool packets = launch.kernel == dcp::GatherKernel::kPackets;
   STD_TORCH_CHECK(!packets || (p.publish && p.wait && !t.view),
                   "table: packets go and come in one launch, to fresh memory");

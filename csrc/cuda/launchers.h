@@ -21,9 +21,12 @@ struct CombineLaunch {
   // Programmatic serialisation, from compute capability 9.0 on: the launch may begin while its
   // predecessor ends. The kernels wait for the predecessor before they read any memory.
   bool overlap_launch = true;
+  // Let the launch behind this one onto the chip early, if a half of it is enough for this one.
+  // Not where exchanges of other streams need room that a stranger's early launch could take.
+  bool invite_next = false;
 };
 
-// Fills the geometry that follows from head_dim, payload dtype and chunks_per_lane.
+// Fills the geometry that follows from all else in `params`, payload dtype and chunks_per_lane.
 void plan_combine(CombineParams& params, CombineLaunch& launch);
 cudaError_t launch_a2a_lse_reduce(const CombineParams& params, const CombineLaunch& launch,
                                   cudaStream_t stream);
@@ -35,6 +38,7 @@ struct GatherLaunch {
   uint32_t share = 1;
   uint32_t max_blocks = 0;
   bool overlap_launch = true;  // as for the combine
+  bool invite_next = false;
 };
 
 void plan_slices(GatherParams& params);

@@ -11,36 +11,34 @@ namespace dcp {
 
 constexpr float kEmptyLse = -__builtin_inff();
 
-// An LSE of any float dtype as fp32; NaN and +inf mean "empty shard", as in the field.
-__device__ __forceinline__ float load_lse(const void* base, Dtype dtype, int64_t index) {
-  float value;
+DCP_OUT_OF_LINE float load_converted(const void* base, Dtype dtype, int64_t index) {
   switch (dtype) {
-    case Dtype::kFloat32:
-      value = static_cast<const float*>(base)[index];
-      break;
     case Dtype::kFloat16:
-      value = __half2float(static_cast<const __half*>(base)[index]);
-      break;
+      return __half2float(static_cast<const __half*>(base)[index]);
     case Dtype::kBFloat16:
-      value = __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
-      break;
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
     default:
-      value = static_cast<float>(static_cast<const double*>(base)[index]);
-      break;
+      return static_cast<float>(static_cast<const double*>(base)[index]);
   }
-  return value < __builtin_inff() ? value : kEmptyLse;
 }
 
-// Whether token `t` has no local KV or is padding. The warp answers together: a guess for the
-// common one-token-per-request batch, then a 32-way search (two steps up to 1024 requests).
+// An LSE of any float dtype as fp32.
+__device__ __forceinline__ float load_lse(const void* base, Dtype dtype, int64_t index) {
+  return dtype == Dtype::kFloat32 ? static_cast<const float*>(base)[index]
+                                  : load_converted(base, dtype, index);
+}
+
+// NaN and +inf mean "empty shard", as in the field.
+__device__ __forceinline__ float without_marks(float lse) {
+  return lse < __builtin_inff() ? lse : kEmptyLse;
+}
+
+// Whether token `t` has no local KV or is padding. The warp answers together, by a 32-way search
+// (two steps up to 1024 requests).
 __device__ __forceinline__ bool token_is_empty(const CombineParams& p, uint32_t t) {
   const int32_t* starts = p.query_start_loc;
   const int32_t token = static_cast<int32_t>(t);
   const uint32_t lane = threadIdx.x % 32;
-  if (t < p.num_requests) {
-    const int32_t first = starts[t], last = starts[t + 1], length = p.seq_lens[t];
-    if (first <= token && token < last) return length <= 0;
-  }
   uint32_t low = 0, count = p.num_requests;  // requests [low, low + count) may end after t
   while (count > 0) {
     const uint32_t step = (count + 31) / 32;
@@ -53,6 +51,11 @@ __device__ __forceinline__ bool token_is_empty(const CombineParams& p, uint32_t 
     count = min(step - 1, count - skipped);
   }
   return low >= p.num_requests || p.seq_lens[low] <= 0;
+}
+
+// The merged LSE, in the base of the input, of the largest one and the sum of exp(lse - largest).
+DCP_OUT_OF_LINE float merged_lse(float highest, float sum, float log2_base) {
+  return sum > 0.0f ? highest + log2f(sum) / log2_base : kEmptyLse;
 }
 
 // Softmax weights over the ranks from each lane's LSE (lane s: rank s; others kEmptyLse). Sums in
@@ -76,14 +79,9 @@ struct MergeWeights {
       weight[s] = __shfl_sync(kFullWarp, e, s);
       sum += weight[s];
     }
-    const float scale = sum > 0.0f ? __frcp_rn(sum) : 0.0f;
+    const float scale = sum > 0.0f ? reciprocal(sum) : 0.0f;
 #pragma unroll
     for (int s = 0; s < kRanks; ++s) weight[s] *= scale;
-  }
-
-  // The merged LSE, in the base of the input; valid in lanes below kRanks.
-  __device__ __forceinline__ float lse(float log2_base) const {
-    return sum > 0.0f ? highest + log2f(sum) / log2_base : kEmptyLse;
   }
 };
 

@@ -1,6 +1,7 @@
 // Plain structs shared by host launchers and kernels. No torch, no device code.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace dcp {
@@ -30,17 +31,15 @@ struct FaultRecord {
 };
 static_assert(sizeof(FaultRecord) == 64);
 
-// Head of a channel's symmetric buffer. `epoch` and `dead` are read by every warp of a call,
-// `arrive` is hammered by it: separate lines.
+// Head of a channel's symmetric buffer.
 struct ChannelHeader {
-  uint32_t epoch;  // number of the current call; low bit picks the slot
-  uint32_t dead;   // set by the first fault; every later call then ends at once
-  uint32_t pad0[30];
-  uint32_t arrive;  // blocks of the current call that have read `epoch`
-  uint32_t pad1[31];
+  uint32_t readers;  // of the current call that have read `epoch`; carries into it (sync.cuh)
+  uint32_t epoch;    // number of the current call; low bit picks the slot
+  uint32_t dead;     // set by the first fault; every later call then ends at once
+  uint32_t pad[61];
   uint64_t rendezvous[kNumSlots][kMaxRanks];  // written by peers: epoch << 32 | signature
 };
-static_assert(sizeof(ChannelHeader) == 512);
+static_assert(sizeof(ChannelHeader) == 512 && offsetof(ChannelHeader, epoch) == 4);
 
 #ifdef DCP_STRESS
 // Test build only: delays inside the kernels and protocols that are wrong on purpose.
@@ -63,7 +62,7 @@ struct Channel {
   uint32_t signature;  // hash of op, shapes, dtypes and options; must agree between ranks
   uint32_t op;
   uint32_t site;
-  uint32_t pad;
+  uint32_t invites_next;  // the launch behind this one may take its place on the chip early
   uint64_t timeout_ns;
   FaultRecord* fault;
 #ifdef DCP_STRESS
@@ -103,7 +102,7 @@ struct ScatterMap {
   FastDiv heads[kMaxRanks];
 };
 
-// Fills the steps from the arrays.
+// Fills the steps and what follows from them from the arrays.
 inline void find_steps(ScatterMap& m, uint32_t world_size) {
   m.uniform_rows = m.rows[0];
   m.uniform_heads = m.heads[0];
@@ -125,8 +124,10 @@ struct CombineParams {
 
   const char* partial;                        // [T, H, D], D contiguous, 16-byte aligned rows
   int64_t stride_token, stride_head;          // bytes
+  int64_t stride_rank;                        // from a rank's part to the next one's, if uniform
   const void* lse;                            // [T, H]
   int64_t lse_stride_token, lse_stride_head;  // elements
+  int64_t lse_stride_rank;
   Dtype lse_dtype;
   float log2_base;  // log2(e) for base e, 1 for base 2
 
@@ -144,10 +145,11 @@ struct CombineParams {
   uint32_t unit_chunks;  // chunks of a unit
   FastDiv units_per_row;
   uint32_t num_items;  // max over ranks of rows * units_per_row
-  uint32_t window;     // units (tiles) that a warp (block) pushes ahead of what it reads
+  uint32_t window;     // tiles that a block pushes ahead of the one it merges
 
   uint64_t data_offset, data_capacity;          // from the channel base; bytes per (slot, source)
   uint64_t lse_offset, lse_capacity;            // words per (slot, source)
+  uint64_t data_slot, lse_slot;                 // bytes from slot 0 to slot 1
   uint64_t flag_offset, flag_capacity;          // words per (slot, source); tiled kernel only
   uint64_t full_lse_offset, full_lse_capacity;  // words per (slot, source)
 
@@ -185,6 +187,7 @@ struct GatherParams {
 
   uint64_t data_offset, data_capacity;  // bytes per (slot, source), or per slot in final layout
   uint64_t flag_offset, flag_capacity;  // words per (slot, source)
+  uint64_t data_slot, flag_slot;        // bytes from slot 0 to slot 1; the launcher's
 };
 
 }  // namespace dcp

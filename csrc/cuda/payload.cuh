@@ -27,6 +27,7 @@ struct PayloadTraits;
 
 template <>
 struct PayloadTraits<__nv_bfloat16> {
+  static constexpr Dtype kDtype = Dtype::kBFloat16;
   static constexpr int kElements = 8;
   static constexpr uint32_t kSubstituteNan = 0x7FFF7FFFu;
   static __device__ __forceinline__ float2 unpack(uint32_t w) {
@@ -36,6 +37,7 @@ struct PayloadTraits<__nv_bfloat16> {
 
 template <>
 struct PayloadTraits<__half> {
+  static constexpr Dtype kDtype = Dtype::kFloat16;
   static constexpr int kElements = 8;
   static constexpr uint32_t kSubstituteNan = 0x7FFF7FFFu;
   static __device__ __forceinline__ float2 unpack(uint32_t w) {
@@ -45,6 +47,7 @@ struct PayloadTraits<__half> {
 
 template <>
 struct PayloadTraits<float> {
+  static constexpr Dtype kDtype = Dtype::kFloat32;
   static constexpr int kElements = 4;
   static constexpr uint32_t kSubstituteNan = 0x7FFFFFFFu;
 };
@@ -96,16 +99,13 @@ __device__ __forceinline__ uint32_t pack_float16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Rounds once and stores the elements at output[first_element ...], first_element a multiple of
-// their number.
 template <int kElements>
-__device__ __forceinline__ void store_output(char* output, Dtype dtype, uint64_t first_element,
-                                             const float (&value)[kElements]) {
+__device__ __forceinline__ void store_as(char* to, Dtype dtype, const float (&value)[kElements]) {
   if (dtype == Dtype::kFloat32) {
-    float4* to = reinterpret_cast<float4*>(output + first_element * 4);
 #pragma unroll
     for (int i = 0; i < kElements / 4; ++i) {
-      to[i] = make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
+      reinterpret_cast<float4*>(to)[i] =
+          make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
     }
     return;
   }
@@ -115,12 +115,19 @@ __device__ __forceinline__ void store_output(char* output, Dtype dtype, uint64_t
     words[i] = dtype == Dtype::kBFloat16 ? pack_bfloat16(value[2 * i], value[2 * i + 1])
                                          : pack_float16(value[2 * i], value[2 * i + 1]);
   }
-  char* to = output + first_element * 2;
   if constexpr (kElements == 8) {
     *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
   } else {
     *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   }
+}
+
+// To an output of another dtype; `offset` as if it were the payload's.
+template <typename Payload>
+DCP_OUT_OF_LINE void store_converted(char* output, Dtype dtype, uint64_t offset,
+                                     Accumulator<Payload> sum) {
+  const uint64_t element = offset / 16 * Accumulator<Payload>::kElements;
+  store_as(output + element * (dtype == Dtype::kFloat32 ? 4 : 2), dtype, sum.value);
 }
 
 }  // namespace dcp

@@ -19,18 +19,30 @@ namespace dcp {
 
 constexpr uint32_t kPollsBeforeClock = 64;  // about 20 us, then read the clock and back off
 
+// Start of every kernel: waits for the launch before this one and then lets the next one in, whose
+// set-up this launch then hides. Not the other way round: launches would queue on the chip without
+// limit, and ranks that share it would keep each other out.
+__device__ __forceinline__ void take_turn(const Channel& channel) {
+  grid_dependency_wait();
+  if (channel.invites_next) launch_dependents();
+}
+
 struct Call {
   uint32_t epoch;
   uint32_t slot;
   bool dead;
 };
 
-__device__ __forceinline__ uint2 load_epoch_and_dead(const Channel& channel) {
-  return ld_relaxed_gpu_v2(&channel.own->epoch);
+// The words of the own header that make_call() takes.
+__device__ __forceinline__ uint4 load_header(const Channel& channel) {
+  return ld_relaxed_gpu_v4(channel.own);
 }
 
-__device__ __forceinline__ Call make_call(const Channel& channel, uint2 epoch_and_dead) {
-  Call call{epoch_and_dead.x, epoch_and_dead.x & 1u, epoch_and_dead.y != 0};
+// Zero-filled words stand for no call, so what would be the epochs 0 and 1 after 2^32 calls have
+// another name.
+__device__ __forceinline__ Call make_call(const Channel& channel, uint4 header) {
+  const uint32_t epoch = header.y < kFirstEpoch ? header.y | 0x80000000u : header.y;
+  Call call{epoch, epoch & 1u, header.z != 0};
 #ifdef DCP_STRESS
   if (channel.stress.variant == Variant::kOneSlot) call.slot = 0;
   if (channel.stress.variant == Variant::kHostParity) call.slot = channel.stress.host_slot;
@@ -56,44 +68,38 @@ __device__ __forceinline__ void stress_point(const Channel& channel, const Call&
 #endif
 }
 
-// Counts this block as one that has read the epoch. Thread 0, after a branch on the epoch, so
-// that the read cannot be overtaken. The ticket is for finish_call(): looking at it at once would
-// stall the warp for a round trip to L2.
-__device__ __forceinline__ uint32_t arrive(const Channel& channel) {
-  return atom_add_relaxed_gpu(&channel.own->arrive, 1);
+// The next epoch begins when all blocks of this call have said that they have read it: they add 1
+// to `readers`, block 0 what is missing to 2^32, and the last of these carries into `epoch`, in
+// whatever order they come. Nobody has to wait for an answer. The next launch on the stream sees
+// the new epoch. One thread, after a branch on the epoch, so that the read cannot be overtaken.
+__device__ __forceinline__ void count_reader(const Channel& channel) {
+  red_add_relaxed_gpu_u64(channel.own, 1);
 }
 
-// The same where every warp has read the epoch for itself: all warps of the block must call it,
-// whatever they read; only warp 0 waits for the others. The ticket is valid in thread 0.
-__device__ __forceinline__ uint32_t block_arrive(const Channel& channel) {
-  if (blockDim.x > 32) {
-    if (threadIdx.x >= 32) {
-      named_barrier_arrive(1, blockDim.x);
-      return 0;
-    }
-    named_barrier_sync(1, blockDim.x);
-  }
-  return threadIdx.x == 0 ? arrive(channel) : 0;
+// By block 0.
+__device__ __forceinline__ void count_readers_up(const Channel& channel) {
+  red_add_relaxed_gpu_u64(channel.own, (1ull << 32) - (gridDim.x - 1));
 }
 
-// The block that arrived last starts the next epoch. Nobody waits for it: the next launch on the
-// stream sees it.
-__device__ __forceinline__ void finish_call(const Channel& channel, const Call& call,
-                                            uint32_t ticket) {
-  if (threadIdx.x != 0 || ticket != gridDim.x - 1) return;
-  ChannelHeader* header = channel.own;
-  const uint32_t next = call.epoch + 1;
-  st_relaxed_gpu_u32(&header->arrive, 0);
-  st_relaxed_gpu_u32(&header->epoch, next == 0 ? kFirstEpoch : next);
+// Where every warp reads the epoch for itself: each says so once it has, which does not block, and
+// warp 0 counts the block at its end.
+__device__ __forceinline__ void say_epoch_is_read() {
+  if (threadIdx.x >= 32) named_barrier_arrive(1, blockDim.x);
+}
+
+__device__ __forceinline__ void count_block(const Channel& channel) {
+  if (threadIdx.x >= 32) return;
+  if (blockDim.x > 32) named_barrier_sync(1, blockDim.x);
+  if (threadIdx.x == 0) count_reader(channel);
 }
 
 // Call of a kernel whose blocks must agree on `dead` (they meet at barriers): thread 0 reads for
-// all, and alone has to arrive.
+// all.
 __device__ __forceinline__ Call begin_block_call(const Channel& channel) {
-  __shared__ uint2 epoch_and_dead;
-  if (threadIdx.x == 0) epoch_and_dead = load_epoch_and_dead(channel);
+  __shared__ uint4 header;
+  if (threadIdx.x == 0) header = load_header(channel);
   __syncthreads();
-  return make_call(channel, epoch_and_dead);
+  return make_call(channel, header);
 }
 
 // Time limit of one wait, by the clock. The whole warp calls give_up() together after each
@@ -102,18 +108,26 @@ class BoundedWait {
  public:
   __device__ __forceinline__ bool give_up(const Channel& channel) {
     if (++polls_ < kPollsBeforeClock) return false;
-    const uint64_t now = globaltimer_ns();
-    if (polls_ == kPollsBeforeClock) deadline_ = now + channel.timeout_ns;
-    const bool dead = ld_relaxed_gpu_u32(&channel.own->dead) != 0;
-    const bool late = static_cast<int64_t>(now - deadline_) >= 0;
-    if (__any_sync(kFullWarp, dead || late)) return true;
-    sleep_ns(100);
-    return false;
+    deadline_ = look_at_clock(channel, deadline_);
+    return deadline_ == kOver;
   }
 
  private:
+  static constexpr uint64_t kUnknown = 0, kOver = ~0ull;
+
+  // The deadline, once it is known, or kOver.
+  static DCP_OUT_OF_LINE uint64_t look_at_clock(const Channel& channel, uint64_t deadline) {
+    const uint64_t now = globaltimer_ns();
+    if (deadline == kUnknown) deadline = now + channel.timeout_ns;
+    const bool dead = ld_relaxed_gpu_u32(&channel.own->dead) != 0;
+    const bool late = static_cast<int64_t>(now - deadline) >= 0;
+    if (__any_sync(kFullWarp, dead || late)) return kOver;
+    sleep_ns(100);
+    return deadline;
+  }
+
   uint32_t polls_ = 0;
-  uint64_t deadline_ = 0;
+  uint64_t deadline_ = kUnknown;
 };
 
 // The newest epoch that `peer` has announced to this rank.
@@ -125,9 +139,8 @@ __device__ __forceinline__ uint32_t epoch_seen(const Channel& channel, uint32_t 
 }
 
 // Marks the channel dead and, as the first to do so, leaves the record for the host. One thread.
-__device__ __forceinline__ void report_fault(const Channel& channel, const Call& call,
-                                             FaultKind kind, uint32_t peer, uint32_t row,
-                                             uint32_t signature_seen) {
+DCP_OUT_OF_LINE void report_fault(const Channel& channel, Call call, FaultKind kind, uint32_t peer,
+                                  uint32_t row, uint32_t signature_seen) {
   if (atom_cas_relaxed_gpu(&channel.own->dead, 0, 1) != 0) return;
   volatile FaultRecord* record = channel.fault;
   record->kind = static_cast<uint32_t>(kind);
@@ -149,6 +162,20 @@ __device__ __forceinline__ uint64_t epoch_tag(const Channel& channel, const Call
 
 __device__ __forceinline__ bool is_peer(const Channel& channel, uint32_t lane) {
   return lane < channel.world_size && lane != channel.rank;
+}
+
+// Leaves record of a wait that ended without everything: peer `lane` sent something else
+// (`differs`), or its word is missing, or payload of the ranks in `missing`. Whole warp.
+DCP_OUT_OF_LINE void report_absence(const Channel& channel, Call call, uint32_t missing,
+                                    bool word_missing, bool differs, uint32_t signature_seen,
+                                    uint32_t row) {
+  const uint32_t lane = threadIdx.x % 32;
+  if (differs) report_fault(channel, call, FaultKind::kMismatch, lane, row, signature_seen);
+  const uint32_t absent = __reduce_or_sync(kFullWarp, missing) |
+                          __ballot_sync(kFullWarp, word_missing && is_peer(channel, lane));
+  if (absent != 0 && lane == 0) {
+    report_fault(channel, call, FaultKind::kTimeout, __ffs(absent) - 1, row, 0);
+  }
 }
 
 // Waits until word `lane` (lane-specific address, peers only) holds this epoch, then compares the
@@ -182,7 +209,7 @@ __device__ __forceinline__ bool wait_for_tag(const Channel& channel, const Call&
 }
 
 // The rendezvous described at the top, by warp 0 of block 0.
-__device__ __forceinline__ void rendezvous(const Channel& channel, const Call& call, bool publish,
+__device__ __forceinline__ void rendezvous(const Channel& channel, Call call, bool publish,
                                            bool wait) {
   if (threadIdx.x >= 32 || call.dead) return;
   const uint32_t lane = threadIdx.x;
@@ -195,6 +222,13 @@ __device__ __forceinline__ void rendezvous(const Channel& channel, const Call& c
     const uint32_t source = is_peer(channel, lane) ? lane : channel.rank;
     wait_for_tag(channel, call, &channel.own->rendezvous[slot][source], 0xFFFFFFFFu);
   }
+}
+
+// All that block 0 does. `publish`: no launch ahead of this one has.
+__device__ __forceinline__ void meet_peers(const Channel& channel, Call call, bool publish) {
+  rendezvous(channel, call, publish, false);
+  if (threadIdx.x == 0) count_readers_up(channel);
+  rendezvous(channel, call, false, true);
 }
 
 }  // namespace dcp

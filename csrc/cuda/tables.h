@@ -7,7 +7,7 @@
 
 namespace dcp {
 
-constexpr int64_t kCudaProtocol = 4;
+constexpr int64_t kCudaProtocol = 5;
 
 struct ChannelTable {
   int64_t world_size;

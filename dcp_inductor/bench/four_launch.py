@@ -66,7 +66,9 @@ class FourLaunch:
             tensor = symm_mem.allocate(nbytes, device).zero_()
             self._buffers.append(symm_mem.SymmetricBuffer(tensor, group))
         control, arena = self._buffers
-        control.tensor[:4].view(torch.int32).fill_(cuda_layout.FIRST_EPOCH)
+        control.tensor[cuda_layout.EPOCH].view(torch.int32).fill_(
+            cuda_layout.FIRST_EPOCH
+        )
         self._fault = torch.zeros(16, dtype=torch.int32, pin_memory=True)
         self._words = cuda_layout.channel_words(
             group.rank(), int(config.timeout_s * 1e9), _SIGNATURE, 0, 1,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 MAX_RANKS = 16
 HEADER_BYTES = 512
+EPOCH = slice(4, 8)  # bytes of the header that hold the epoch
 FIRST_EPOCH = 2
 FAULT_WORDS = 16  # uint32
 TAIL_BYTES = 64 * 1024  # mapped behind every buffer: readers may run past the end

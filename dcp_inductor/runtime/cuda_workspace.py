@@ -302,7 +302,7 @@ class GroupMemory:
         for workspace in self.workspaces:
             header = workspace.control.tensor
             header.zero_()
-            header[:4].view(torch.int32).fill_(cuda_layout.FIRST_EPOCH)
+            header[cuda_layout.EPOCH].view(torch.int32).fill_(cuda_layout.FIRST_EPOCH)
             workspace.fault.zero_()
             workspace.why_dead = ""
             workspace.unfinished = None

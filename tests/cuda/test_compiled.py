@@ -160,7 +160,7 @@ def epoch(device: torch.device) -> int:
     workspace = cuda_registry.workspace_for(worlds.name(), device)
     assert not isinstance(workspace, Refusal)
     torch.cuda.synchronize()
-    return int(workspace.control.tensor[:4].view(torch.int32))
+    return int(workspace.control.tensor[cuda_layout.EPOCH].view(torch.int32))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class VirtualRanks:
         self._arenas: list[Tensor] = []  # kept, since tables hold their addresses only
         self.controls = [_zeros(cuda_layout.HEADER_BYTES) for _ in range(size)]
         for control in self.controls:
-            control[:4].view(torch.int32).fill_(cuda_layout.FIRST_EPOCH)
+            control[cuda_layout.EPOCH].view(torch.int32).fill_(cuda_layout.FIRST_EPOCH)
 
     def arena(self, layout: cuda_layout.ArenaLayout) -> list[Tensor]:
         """Payload memory of all ranks, armed; data that needs no mark is left as is."""

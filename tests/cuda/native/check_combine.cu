@@ -316,6 +316,7 @@ Case random_case(std::mt19937_64& rng) {
   c.launch.warps_per_block = pick({0, 1, 2, 4, 8});
   c.launch.max_blocks = pick({0, 0, 2, 3, 7});
   c.launch.overlap_launch = rng() % 2;
+  c.launch.invite_next = rng() % 2;
   c.window = pick({0, 1, 4, 1 << 20});
   c.first_epoch = rng() % 4 == 0 ? 0xFFFFFFFEu : kFirstEpoch;  // wraps within the case
   return c;

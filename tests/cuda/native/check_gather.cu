@@ -75,6 +75,7 @@ void run_case(const Case& c, std::mt19937_64& rng) {
     GatherLaunch launch;
     launch.kernel = c.kernel;
     launch.share = c.n;
+    launch.invite_next = true;
     launch.max_blocks = c.max_blocks;
     for (int phase = 0; phase < (c.split ? 2 : 1); ++phase) {
       for (int r = 0; r < c.n; ++r) {

@@ -51,9 +51,9 @@ struct RankState {
   uint32_t first_error[6];
 };
 
-__global__ void generate(RankState* state, uint32_t rank, uint32_t rows, uint4* partial,
-                         float* lse) {
-  const uint32_t call = state->call;
+__global__ void generate(RankState* state, uint32_t ahead, uint32_t rank, uint32_t rows,
+                         uint4* partial, float* lse) {
+  const uint32_t call = state->call + ahead;
   for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * 64; i += gridDim.x * blockDim.x) {
     const uint32_t row = i / 64, d = i % 64 * 8;
     const float l = lse_value(call, rank, row);
@@ -69,9 +69,10 @@ __global__ void generate(RankState* state, uint32_t rank, uint32_t rows, uint4* 
 }
 
 // Recomputes what every source sent; one warp per output row.
-__global__ void verify(RankState* state, uint32_t rank, uint32_t n, uint32_t tokens,
-                       uint32_t heads, const uint16_t* output, const float* merged_lse) {
-  const uint32_t call = state->call;
+__global__ void verify(RankState* state, uint32_t ahead, uint32_t rank, uint32_t n,
+                       uint32_t tokens, uint32_t heads, const uint16_t* output,
+                       const float* merged_lse) {
+  const uint32_t call = state->call + ahead;
   const uint32_t h = heads / n, lane = threadIdx.x % 32;
   const uint32_t warps = gridDim.x * blockDim.x / 32;
   for (uint32_t i = (blockIdx.x * blockDim.x + threadIdx.x) / 32; i < tokens * h; i += warps) {
@@ -118,7 +119,7 @@ __global__ void verify(RankState* state, uint32_t rank, uint32_t n, uint32_t tok
   }
 }
 
-__global__ void next_call(RankState* state) { ++state->call; }
+__global__ void next_calls(RankState* state, uint32_t count) { state->call += count; }
 
 struct Config {
   const char* name;
@@ -130,6 +131,7 @@ struct Config {
   int replays;
   uint32_t max_delay_ns;
   Variant variant;
+  int chain = 1;  // launches in a row, which then overlap
 };
 
 struct Outcome {
@@ -145,7 +147,7 @@ class Run {
       : c_(config),
         layout_(c_.n, max_tokens() * (c_.heads / c_.n), kHeadDim * 2, 0),
         world_(c_.n, layout_.sections) {
-    const size_t rows = static_cast<size_t>(max_tokens()) * c_.heads;
+    const size_t rows = this->rows() * c_.chain;
     for (int r = 0; r < c_.n; ++r) {
       CUDA_CHECK(cudaMalloc(&state_[r], sizeof(RankState)));
       CUDA_CHECK(cudaMemset(state_[r], 0, sizeof(RankState)));
@@ -183,7 +185,7 @@ class Run {
           CUDA_CHECK(cudaGraphLaunch(graphs[which][r], world_.stream[r]));
         }
       }
-      calls += eager ? 1 : c_.calls_per_graph;
+      calls += (eager ? 1 : c_.calls_per_graph) * c_.chain;
       if (i % 256 == 255) {  // bounds the queue, keeps the drift
         CUDA_CHECK(cudaStreamSynchronize(world_.stream[rng() % c_.n]));
         if (world_.any_fault(false)) break;
@@ -217,40 +219,57 @@ class Run {
     return most;
   }
 
+  // Most rows of a rank's partial output.
+  size_t rows() const { return static_cast<size_t>(max_tokens()) * c_.heads; }
+
+  // The calls of one step: all inputs, all launches, all checks.
   void enqueue(int r, int tokens, uint32_t host_slot) {
     const cudaStream_t stream = world_.stream[r];
+    const size_t merged_rows = rows() / c_.n;
+    for (int k = 0; k < c_.chain; ++k) {
+      generate<<<8, 128, 0, stream>>>(
+          state_[r], k, r, tokens * c_.heads,
+          reinterpret_cast<uint4*>(partial_[r] + k * rows() * kHeadDim * 2), lse_[r] + k * rows());
+    }
+    for (int k = 0; k < c_.chain; ++k) combine(r, tokens, host_slot, k);
+    for (int k = 0; k < c_.chain; ++k) {
+      verify<<<8, 128, 0, stream>>>(
+          state_[r], k, r, c_.n, tokens, c_.heads,
+          reinterpret_cast<const uint16_t*>(output_[r] + k * merged_rows * kHeadDim * 2),
+          merged_lse_[r] + k * merged_rows);
+    }
+    next_calls<<<1, 1, 0, stream>>>(state_[r], c_.chain);
+    CUDA_CHECK(cudaGetLastError());
+  }
+
+  void combine(int r, int tokens, uint32_t host_slot, int k) {
     CombineLaunch launch;
     launch.kernel = tokens >= c_.tiled_from ? CombineKernel::kTiled : CombineKernel::kLamport;
     launch.share = 2 * c_.n;  // room for the other kernels of the test
+    launch.invite_next = true;
     CombineParams p =
         launch.kernel == CombineKernel::kTiled ? layout_.tiled : layout_.lamport;
     p.channel = world_.channel(r, Op::kA2aLseReduce, 0x1000u + tokens,
                                c_.variant == Variant::kCorrect ? 20.0 : 0.2);
     p.channel.stress = {c_.variant, host_slot, 77u, c_.max_delay_ns};
     p.scatter = scatter_map("heads", even_splits(c_.heads, c_.n), tokens, c_.heads);
-    p.partial = partial_[r];
+    p.partial = partial_[r] + k * rows() * kHeadDim * 2;
     p.stride_token = static_cast<int64_t>(c_.heads) * kHeadDim * 2;
     p.stride_head = kHeadDim * 2;
-    p.lse = lse_[r];
+    p.lse = lse_[r] + k * rows();
     p.lse_stride_token = c_.heads;
     p.lse_stride_head = 1;
     p.lse_dtype = Dtype::kFloat32;
     p.log2_base = 1.0f;
-    p.output = output_[r];
+    p.output = output_[r] + k * (rows() / c_.n) * kHeadDim * 2;
     p.output_dtype = Dtype::kBFloat16;
-    p.lse_output = merged_lse_[r];
+    p.lse_output = merged_lse_[r] + k * (rows() / c_.n);
     p.num_tokens = tokens;
     p.num_heads = c_.heads;
     p.head_dim = kHeadDim;
     p.window = 1;
     plan_combine(p, launch);
-    generate<<<8, 128, 0, stream>>>(state_[r], r, tokens * c_.heads,
-                                    reinterpret_cast<uint4*>(partial_[r]), lse_[r]);
-    CUDA_CHECK(launch_a2a_lse_reduce(p, launch, stream));
-    verify<<<8, 128, 0, stream>>>(state_[r], r, c_.n, tokens, c_.heads,
-                                  reinterpret_cast<const uint16_t*>(output_[r]), merged_lse_[r]);
-    next_call<<<1, 1, 0, stream>>>(state_[r]);
-    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(launch_a2a_lse_reduce(p, launch, world_.stream[r]));
   }
 
   cudaGraphExec_t capture(int r, int tokens) {
@@ -285,10 +304,13 @@ int main(int argc, char** argv) {
       {"N=8 T=1,4 delays", 8, {1, 4}, 99, 32, 3, scale / 4, 3000, kCorrect},
       {"N=4 T=1,5,24 both kernels", 4, {1, 5, 24}, 5, 16, 3, scale / 4, 3000, kCorrect},
       {"N=8 T=8,32 tiled", 8, {8, 32}, 1, 32, 3, scale / 8, 3000, kCorrect},
+      {"N=2 T=1,3 in a row", 2, {1, 3}, 99, 16, 3, scale / 2, 3000, kCorrect, 3},
+      {"N=4 T=1,5,24 in a row", 4, {1, 5, 24}, 5, 16, 3, scale / 4, 3000, kCorrect, 2},
       {"control: one slot", 4, {1, 3}, 99, 16, 3, scale, 40000, Variant::kOneSlot},
       {"control: one slot, tiled", 4, {8}, 1, 16, 3, scale, 40000, Variant::kOneSlot},
       {"control: host parity", 4, {1, 3}, 99, 16, 3, scale, 40000, Variant::kHostParity},
       {"control: deferred clear", 4, {3}, 99, 16, 3, scale, 40000, Variant::kDeferredClear},
+      {"control: one slot in a row", 4, {1, 3}, 99, 16, 3, scale, 40000, Variant::kOneSlot, 3},
   };
   int failures = 0;
   for (const Config& config : configs) {
