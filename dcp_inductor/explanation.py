@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,13 @@ class Explanation:
             )
         pass_ms = sum(graph.pass_ms for graph in self.graphs)
         graphs = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
+        if not self.graphs:
+            return (
+                "torch.compile captured no graph of this model, so nothing could be "
+                "looked at: see whether it is disabled (torch.compiler.disable, "
+                "TORCHDYNAMO_DISABLE) or falls back to eager mode at once "
+                "(TORCH_LOGS=graph_breaks tells)"
+            )
         if not self.rows:
             return f"found no exchange of decode context parallelism in {graphs}"
         summary = (
@@ -68,7 +75,12 @@ class Explanation:
             f"group '{group_name}' holds {nbytes} B of symmetric memory on this GPU"
             for group_name, nbytes in self.memory.items()
         ]
-        return "\n".join([*_table(self.rows), summary, *memory])
+        advice = [
+            "docs/recognition.md says what to do about each refusal: "
+            + ", ".join(dict.fromkeys(row.code for row in self.rows if row.code))
+        ]
+        advice = advice if self.rewritten < self.found else []
+        return "\n".join([*_table(self.rows), summary, *advice, *memory])
 
     __repr__ = __str__
 
@@ -88,7 +100,8 @@ def explain(model: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Explan
     given = _compiled_with(model)
     options = given.get("options") or {}
     model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, torch.nn.Module):
+    disabled = getattr(model, "_torchdynamo_disable", False)
+    if not isinstance(model, torch.nn.Module) and not disabled:
         model = getattr(model, "_torchdynamo_orig_callable", model)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -146,19 +159,31 @@ def _compiled_with(model: Any) -> dict[str, Any]:
 
 def _table(rows: list[report.SiteReport]) -> list[str]:
     cells = [("site", "decision", "op", "trials", "workspace")]
-    for row in rows:
+    details = []
+    for alike in _alike(rows):
+        row = alike[0]
         decision = row.decision + (f" ({row.code})" if row.code else "")
         size = f"{row.workspace_bytes} B" if row.workspace_bytes else "-"
-        cells.append((row.site, decision, row.op or "-", str(row.trials), size))
+        times = f"{len(alike)}x " if len(alike) > 1 else ""
+        # The proof of an equal site is remembered for as long as the process lives.
+        trials = str(sum(each.trials for each in alike) or "known")
+        cells.append((times + row.site, decision, row.op or "-", trials, size))
+        group = f"{row.kind} over group '{row.group_name}' of {row.world_size}"
+        found = ", ".join(filter(None, (group, row.family, row.result)))
+        details.append([row.source, found, row.reason])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    for number, line in enumerate(cells):
+    for line, told in zip(cells, [[], *details], strict=True):
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         lines.append("  ".join(padded).rstrip())
-        if number:
-            row = rows[number - 1]
-            group = f"{row.kind} over group '{row.group_name}' of {row.world_size}"
-            found = ", ".join(filter(None, (group, row.family, row.result)))
-            details = (row.source, found, row.reason)
-            lines += [f"    {detail}" for detail in details if detail]
+        lines += [f"    {detail}" for detail in told if detail]
     return lines
+
+
+def _alike(rows: list[report.SiteReport]) -> list[list[report.SiteReport]]:
+    """Rows that differ in nothing but their proof together, as of equal layers."""
+    found: dict[str, list[report.SiteReport]] = {}
+    for row in rows:
+        shown = repr(replace(row, trials=0, proof_ms=0.0))
+        found.setdefault(shown, []).append(row)
+    return list(found.values())

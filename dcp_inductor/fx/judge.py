@@ -66,7 +66,10 @@ class Judge:
                     "precision",
                     "an LSE of large magnitude loses precision on the way",
                 )
-            return Refuted("not_equivalent", "results differ from the merge")
+            most = float((value - wanted).abs().max())
+            return Refuted(
+                "not_equivalent", f"results differ from the merge by {most:.1e}"
+            )
         return None
 
     def equal(self, trial: Trial) -> Callable[[Tensor, Tensor], bool]:

@@ -22,6 +22,7 @@ from dcp_inductor.fx.axes import statistic_axes
 from dcp_inductor.fx.judge import Judge
 from dcp_inductor.fx.layout import find_layout
 from dcp_inductor.fx.lockstep import READINGS, Lockstep, Unsupported
+from dcp_inductor.fx.nearest import Nearest, on_trial
 from dcp_inductor.fx.nodes import (
     Symbols,
     bits_matter,
@@ -82,6 +83,7 @@ class _Prover:
         self.world_size = world_size
         self.rank = rank
         self.trials = 0
+        self.nearest = Nearest()
         self.failed: Node | None = None  # the exit that a trial did not confirm
         self.uses_rank = False  # in the run of all ranks to their end
         self.exact = not any(bits_matter(node) for node in region.nodes)
@@ -97,9 +99,7 @@ class _Prover:
         self.stretch = 1
 
     def run(self) -> Proof | Refuted:
-        failure = Refuted(
-            "not_equivalent", "no hypothesis about base, layout or statistics fits"
-        )
+        failure: Refuted | None = None
         for hypotheses in self._families():
             for reading in READINGS:
                 outcome, uses_rank = self._first_trial(hypotheses, reading)
@@ -109,6 +109,8 @@ class _Prover:
                     failure = outcome
                 if not uses_rank:
                     break
+        if failure is None:
+            failure = Refuted("not_equivalent", f"this is no merge; {self.nearest}")
         return Refuted(failure.code, failure.reason, self.trials)
 
     def _families(self) -> Iterator[list[Hypothesis]]:
@@ -155,6 +157,10 @@ class _Prover:
             for _ in range(_MAX_RETREATS):
                 exits = self._solve(values, expected, equal, hypothesis, failed)
                 if exits is None:
+                    found = (values.get(node) for node in self.region.exits())
+                    self.nearest.look(
+                        found, expected, hypothesis, self.world_size, self.rank
+                    )
                     break
                 refuted = self._confirm(hypothesis, exits, reading)
                 uses_rank = uses_rank or self.uses_rank
@@ -210,7 +216,7 @@ class _Prover:
                 refuted = self._check(found, run, whole * found.lse_scale, trial)
                 if refuted is not None:
                     self.failed = found.node
-                    return refuted
+                    return on_trial(refuted, hypothesis, trial)
         return None
 
     def _check(

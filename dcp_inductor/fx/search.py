@@ -12,7 +12,7 @@ from dcp_inductor import groups
 from dcp_inductor.fx.collectives import Collective, as_collective
 from dcp_inductor.fx.find import cuts
 from dcp_inductor.fx.gathers import gather_sources, prove_gather
-from dcp_inductor.fx.nodes import size_name, tensor_val
+from dcp_inductor.fx.nodes import size_name, source_line, tensor_val
 from dcp_inductor.fx.own_rank import foreign_ranks
 from dcp_inductor.fx.proof import Exit, Proof, Refuted
 from dcp_inductor.fx.prove import prove_merge
@@ -164,6 +164,13 @@ def _merge_from(
                 refusal = Reject("foreign_rank", reason)
                 return _candidate(None, refusal, cut, region, group, trials, start)
     missed = _candidate(None, reject, best[2], best[3], group, trials, start)
+    # What a rank's data refute first differs from rank to rank; the widest region is
+    # the same one on all of them, and names the site.
+    _, missed.key, widest = max(
+        (len(region.collectives), _key(cut, region, group), position)
+        for position, (cut, region) in enumerate(regions)
+    )
+    missed.origin = regions[widest][1].origin()
     missed.aliases = frozenset(
         site_name(region.origin(), _key(cut, region, group)) for cut, region in regions
     )
@@ -288,11 +295,13 @@ def _gather_from(
     assert value is not None
     key = site_key(
         "gather",
-        region.nodes,
+        _variable(region),
         group.world_size,
         (size_name(value.shape[-1]), value.dtype),
     )
-    site = GatherSite(group, source, region, exits, key, exits[0].node)
+    # The call that gathers, and not what reads its result.
+    origin = collective.node if source_line(collective.node) else exits[0].node
+    site = GatherSite(group, source, region, exits, key, origin)
     trials = 0 if cached else stored[1]
     return Candidate(
         site.kind,
@@ -313,10 +322,19 @@ def _key(cut: Cut, region: Region, group: Group) -> str:
     assert value is not None
     return site_key(
         "combine",
-        region.nodes,
+        _variable(region),
         group.world_size,
         (size_name(value.shape[-1]), value.dtype),
     )
+
+
+def _variable(region: Region) -> list[Node]:
+    """Nodes that depend on a leaf; constants may be built otherwise on each rank."""
+    found = set(region.leaves)
+    for node in region.nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return [node for node in region.nodes if node in found]
 
 
 def _group(collective: Collective) -> Group | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
@@ -118,3 +121,47 @@ def test_graphs_on_both_sides_of_a_break_are_reported() -> None:
     explanation = dcp_inductor.explain(model, *merge_inputs())
     assert [graph.rewritten for graph in explanation.graphs] == [1, 1]
     assert "rewrote 2 of 2 sites in 2 graphs" in str(explanation)
+
+
+def test_equal_layers_share_a_row() -> None:
+    def layers(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.stack([merge(*pair) for pair in pairs]).sum()
+
+    pairs = [merge_inputs(seed=seed) for seed in range(5)]
+    explanation = dcp_inductor.explain(layers, pairs)
+    assert len(explanation.rows) == 5
+    lines = str(explanation).splitlines()
+    [row] = [line for line in lines if " rewritten " in line]
+    assert row.startswith(f"5x {explanation.rows[0].site}")
+    assert "rewrote 5 of 5 sites" in lines[-1]
+    again = str(dcp_inductor.explain(layers, pairs)).splitlines()
+    assert " known " in again[1]
+
+
+def gather_and_use(x: Tensor) -> Tensor:
+    rows = funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+    rows = rows.view(2, 3, 2, 4).transpose(0, 1)
+    return rows.reshape(3, 4, 4) * 2
+
+
+def test_a_gather_is_placed_at_its_call() -> None:
+    [row] = dcp_inductor.explain(gather_and_use, torch.ones(3, 2, 4)).rows
+    assert (row.kind, row.decision) == ("query_gather", "rewritten")
+    first = gather_and_use.__code__.co_firstlineno
+    assert re.search(rf"test_explain\.py:{first + 1} rows = funcol\.all", row.source)
+    assert row.site.startswith(f"test_explain.py:{first + 1}#")
+
+
+def test_that_no_graph_was_captured_is_said() -> None:
+    model = torch.compiler.disable(merge)
+    explanation = dcp_inductor.explain(model, *merge_inputs())
+    assert explanation.graphs == []
+    assert "captured no graph" in str(explanation)
+    assert "torch.compiler.disable" in str(explanation)
+
+
+def test_a_refusal_leads_to_the_document() -> None:
+    with config.patch(direct_combine="disable", direct_kv_gather="disable"):
+        text = str(dcp_inductor.explain(merge, *merge_inputs()))
+    assert "docs/recognition.md says what to do about each refusal: disabled" in text
+    assert "recognition.md" not in str(dcp_inductor.explain(merge, *merge_inputs()))

@@ -231,9 +231,8 @@ def test_place_of_another_rank(world_size: int) -> None:
     ids=["undivided", "average", "scaled"],
 )
 def test_something_else_than_the_merge(fn: Model) -> None:
-    refuse(
-        fn, PARTIALS, "not_equivalent", "no hypothesis about base, layout", LSE_GATHERED
-    )
+    nearest = "this is no merge; nearest: the merge by an LSE of base "
+    refuse(fn, PARTIALS, "not_equivalent", nearest, LSE_GATHERED)
     accept(merge, PARTIALS, "a2a_lse_reduce")
 
 
