@@ -7,6 +7,10 @@
 
 namespace dcp {
 
+// Of the 32 chunks of a warp, as packets: first the lower halves, then the upper ones, so that a
+// warp's store is one stretch. A link carries stores that leave gaps at half the speed.
+constexpr uint32_t kWarpBytes = 32 * 32;
+
 struct PacketPair {
   ulonglong2 low, high;
 };
@@ -47,7 +51,7 @@ struct PacketRoute {
     const ChunkPosition at = chunk_position(p, g);
     from = p.input + at.source;
     result = p.output + at.destination;
-    const uint64_t place = p.data_offset + static_cast<uint64_t>(g) * 32;
+    const uint64_t place = p.data_offset + static_cast<uint64_t>(g / 32) * kWarpBytes + lane * 16;
 #pragma unroll
     for (int k = 1; k < kRanks; ++k) {
       if (k >= n) break;
@@ -84,7 +88,7 @@ __device__ __forceinline__ void push_packets(const GatherParams& p, const Call& 
     if (k >= channel.world_size) break;
     char* to = route.to[k] + (call.slot ? p.data_slot : 0);
     st_relaxed_sys_v2_if(valid, to, packets.low);
-    st_relaxed_sys_v2_if(valid, to + 16, packets.high);
+    st_relaxed_sys_v2_if(valid, to + kWarpBytes / 2, packets.high);
   }
   if (is_peer(channel, threadIdx.x % 32)) {
     st_relaxed_sys_u64(route.header_to + (call.slot ? p.flag_slot : 0), epoch_tag(channel, call));
@@ -111,7 +115,7 @@ __device__ __forceinline__ void receive_packets(const GatherParams& p, const Cal
     for (int s = 0; s < kRanks; ++s) {
       const bool wanted = missing >> s & 1u;
       ld_relaxed_sys_v2_if(wanted, data + s * p.data_capacity, packets[s].low);
-      ld_relaxed_sys_v2_if(wanted, data + s * p.data_capacity + 16, packets[s].high);
+      ld_relaxed_sys_v2_if(wanted, data + s * p.data_capacity + kWarpBytes / 2, packets[s].high);
     }
     header_missing = header_missing && tag != epoch_tag(channel, call);
 #pragma unroll

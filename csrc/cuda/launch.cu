@@ -268,8 +268,9 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
                   "table: packets go and come in one launch, to fresh memory");
   const int64_t flags =
       packets ? (p.num_chunks + 31) / 32 : (p.num_chunks + p.slice_chunks - 1) / p.slice_chunks;
-  const int64_t data =
-      t.view ? result_rows * row_bytes : static_cast<int64_t>(p.num_chunks) * (packets ? 32 : 16);
+  const int64_t data = t.view    ? result_rows * row_bytes
+                       : packets ? flags * 32 * 32
+                                 : static_cast<int64_t>(p.num_chunks) * 16;
   STD_TORCH_CHECK(data <= t.data_capacity && flags <= t.flag_capacity,
                   "input: more than the workspace holds");
   const OnDevice on(input);

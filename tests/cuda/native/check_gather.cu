@@ -40,7 +40,9 @@ void run_case(const Case& c, std::mt19937_64& rng) {
   const uint64_t regions = static_cast<uint64_t>(kNumSlots) * c.n;
   GatherParams base{};
   base.num_slots = c.in_channel ? 1 : 2;
-  base.data_capacity = c.in_channel ? total : (c.kernel == GatherKernel::kPackets ? 2 : 1) * local;
+  base.data_capacity = local;
+  if (c.in_channel) base.data_capacity = total;
+  if (c.kernel == GatherKernel::kPackets) base.data_capacity = (local + 511) / 512 * 1024;
   base.data_offset = sections.add((c.in_channel ? 1 : regions) * base.data_capacity, 0) - header;
   base.flag_capacity = local / 16 / 32 + 1;
   base.flag_offset = sections.add(regions * base.flag_capacity * 8, 0) - header;
