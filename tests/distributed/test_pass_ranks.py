@@ -29,8 +29,8 @@ MOVERS = {
     "reorder_for_peak_memory": True,
     "reorder_for_locality": True,
 }
-if importlib.util.find_spec("triton"):
-    # Its cost model asks Triton for a device's bandwidth, also on a CPU.
+if importlib.util.find_spec("triton") and torch.cuda.is_available():
+    # Its cost model asks Triton for the bandwidth of a GPU, also for CPU tensors.
     MOVERS["aten_distributed_optimizations.enable_overlap_scheduling"] = True
 
 
