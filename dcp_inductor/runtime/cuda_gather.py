@@ -115,7 +115,9 @@ def _query_plan(
     total = geometry.gathered_heads(query, world_size, padded_heads)
     row_bytes = head_dim * query.element_size()
     local_row_bytes = heads * row_bytes
-    kernel = cuda_layout.gather_kernel(world_size, num_tokens * local_row_bytes)
+    kernel = cuda_layout.gather_kernel(
+        world_size, num_tokens * local_row_bytes, in_place=True
+    )
     as_view = as_view and kernel == cuda_layout.SLICES
     options = [f"padded_heads={padded_heads}"] if padded_heads else []
     options += ["view"] if as_view else []

@@ -23,10 +23,13 @@ _UNIT_BYTES = 512  # what one warp moves with one 16-byte chunk a lane
 ARMED = 0xFF  # fill of words that carry their own arrival mark
 
 # Up to this many bytes of a rank's partial output, marked words beat flags by tile: all
-# that was measured between two H200 over NVLink (docs/benchmarks.md).
+# that was measured between two and four H200 over NVLink (docs/benchmarks.md).
 MARKED_BYTES = 32 << 20
 # Up to this many bytes that a rank receives, packets beat flags by slice; likewise.
-PACKET_BYTES = 128 << 10
+PACKET_BYTES = 640 << 10
+# The same where slices need no copy at their end. Not measured over NVLink: the copy's
+# time on one GPU taken off.
+PACKET_BYTES_IN_PLACE = 320 << 10
 
 MARKED, TILED = 0, 1  # CombineKernel
 PACKETS, SLICES = 0, 1  # GatherKernel
@@ -127,14 +130,21 @@ def combine_arena(
     )  # fmt: skip
 
 
-def packet_bytes(world_size: int) -> int:
-    """Most bytes of a rank's rows that go by packets."""
-    return PACKET_BYTES // max(world_size - 1, 1)
+def packet_bytes(world_size: int, in_place: bool = False) -> int:
+    """Most bytes of a rank's rows that go by packets.
+
+    Args:
+        world_size: number of ranks.
+        in_place: slices would leave the result where it arrives.
+    """
+    received = PACKET_BYTES_IN_PLACE if in_place else PACKET_BYTES
+    return received // max(world_size - 1, 1)
 
 
-def gather_kernel(world_size: int, local_bytes: int) -> int:
+def gather_kernel(world_size: int, local_bytes: int, in_place: bool = False) -> int:
     """Which gather kernel serves a rank's rows of this many bytes together."""
-    return PACKETS if local_bytes <= packet_bytes(world_size) else SLICES
+    few = local_bytes <= packet_bytes(world_size, in_place)
+    return PACKETS if few else SLICES
 
 
 def gather_arena(kernel: int, world_size: int, local_bytes: int) -> ArenaLayout:
