@@ -1,6 +1,6 @@
-"""Draws docs/benchmarks_gpus.png from a result of ``bench --device cuda --ranks N``.
+"""Draws docs/benchmarks_gpus.png from results of ``bench --device cuda --ranks N``.
 
-    python benchmarks/plot_gpus.py RESULT.json docs/benchmarks_gpus.png
+    python benchmarks/plot_gpus.py docs/benchmarks_gpus.png RESULT.json...
 
 Needs matplotlib, as plot.py does.
 """
@@ -25,12 +25,9 @@ STYLES = {
 }  # fmt: skip
 
 
-def main(source: str, target: str) -> None:
-    """Read ``source``, write ``target``."""
-    result = json.loads(Path(source).read_text())
+def draw(axes: Any, result: dict[str, Any]) -> None:
+    """One result on a row of axes."""
     rows: list[dict[str, Any]] = [row for row in result["rows"] if row["us"]]
-    machine = result["machine"]
-    figure, axes = pyplot.subplots(1, len(OPS), figsize=(11.5, 4.0), sharey=True)
     for axis, op in zip(axes, OPS, strict=True):
         mine = [row for row in rows if row["op"] == op]
         for variant in dict.fromkeys(row["variant"] for row in mine):
@@ -39,15 +36,30 @@ def main(source: str, target: str) -> None:
             axis.plot(*zip(*points, strict=True), STYLES[variant], ms=3, label=label)
         floors = {row["T"]: row["floor_us"] for row in mine}
         axis.plot(*zip(*floors.items(), strict=True), c="gray", lw=1, label="floor")
-        axis.set_title(f"{op}, N = {mine[0]['N']}, H = {mine[0]['H']}", fontsize=9)
-        axis.set_xlabel("tokens" if op != "kv_gather" else "rows of a rank")
+        commit = result["machine"]["commit"]
+        title = f"{op}, N = {mine[0]['N']}, H = {mine[0]['H']}, commit {commit}"
+        axis.set_title(title, fontsize=8)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
     axes[0].set_ylabel("us per call")
-    title = f"{machine['gpu']} over NVLink, bf16, commit {machine['commit']}"
-    figure.suptitle(title, fontsize=10)
+
+
+def main(target: str, *sources: str) -> None:
+    """Read ``sources``, write ``target``."""
+    results = [json.loads(Path(source).read_text()) for source in sources]
+    figure, axes = pyplot.subplots(
+        len(results), len(OPS), figsize=(11.5, 3.4 * len(results)), sharey=True,
+        squeeze=False,
+    )  # fmt: skip
+    for row, result in zip(axes, results, strict=True):
+        draw(row, result)
+    for axis, op in zip(axes[-1], OPS, strict=True):
+        axis.set_xlabel("tokens" if op != "kv_gather" else "rows of a rank")
+    for axis in axes[0]:
+        axis.legend(fontsize=6)
+    gpu = results[0]["machine"]["gpu"]
+    figure.suptitle(f"{gpu} over NVLink, bf16", fontsize=10)
     figure.tight_layout()
     figure.savefig(target, dpi=90)
 
