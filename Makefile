@@ -8,7 +8,9 @@ PYTHON ?= python3
 BIN = "$$(readlink -f .venv)"/bin
 ELSEWHERE = "$${HOME:-/tmp}/.cache/dcp_inductor/venv-$$(pwd | cksum | cut -d' ' -f1)"
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
-NATIVE = $(wildcard csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu)
+NATIVE = $(wildcard csrc/*/*.h csrc/*/*.cuh csrc/*/*.cpp csrc/*/*.cu \
+    benchmarks/cuda/*.cu benchmarks/cuda/*.cuh tests/cuda/native/*.cu \
+    tests/cuda/native/*.cuh tests/cuda/native/*.h)
 
 .PHONY: setup demo test lint fix FORCE
 

@@ -63,9 +63,11 @@ int main(int argc, char** argv) {
     for (int r = 0; r < n; ++r) {
       CUDA_CHECK(cudaStreamCreateWithFlags(&streams[r], cudaStreamNonBlocking));
     }
-    const double us = time_per_call(n, streams, [](int, cudaStream_t s) { empty_kernel<<<1, 32, 0, s>>>(); });
+    const double us =
+        time_per_call(n, streams, [](int, cudaStream_t s) { empty_kernel<<<1, 32, 0, s>>>(); });
     std::printf("  %d: %.2f", n, us);
-    empty_json += (empty_json.empty() ? "" : ", ") + ("\"" + std::to_string(n)) + "\": " + std::to_string(us);
+    empty_json +=
+        (empty_json.empty() ? "" : ", ") + ("\"" + std::to_string(n)) + "\": " + std::to_string(us);
     for (int r = 0; r < n; ++r) CUDA_CHECK(cudaStreamDestroy(streams[r]));
   }
   std::printf("\n");

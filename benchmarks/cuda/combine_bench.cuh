@@ -28,7 +28,8 @@ struct CombineVariant {
 class CombineBench {
  public:
   CombineBench(int n, int max_tokens, int heads)
-      : n_(n), heads_(heads),
+      : n_(n),
+        heads_(heads),
         layout_(n, static_cast<uint64_t>(max_tokens) * (heads / n), kHeadDim * 2, 0),
         world_(n, layout_.sections) {
     const size_t elements = static_cast<size_t>(max_tokens) * heads * kHeadDim;
@@ -37,8 +38,10 @@ class CombineBench {
       CUDA_CHECK(cudaMalloc(&lse_[r], elements / kHeadDim * 4));
       CUDA_CHECK(cudaMalloc(&output_[r], elements / n * 2));
       CUDA_CHECK(cudaMalloc(&expected_[r], elements / n * 2));
-      fill_random<<<1024, 256>>>(reinterpret_cast<uint32_t*>(partial_[r]), elements / 2, 11 + r, false);
-      fill_random<<<64, 256>>>(reinterpret_cast<uint32_t*>(lse_[r]), elements / kHeadDim, 91 + r, true);
+      fill_random<<<1024, 256>>>(reinterpret_cast<uint32_t*>(partial_[r]), elements / 2, 11 + r,
+                                 false);
+      fill_random<<<64, 256>>>(reinterpret_cast<uint32_t*>(lse_[r]), elements / kHeadDim, 91 + r,
+                               true);
     }
     CUDA_CHECK(cudaMalloc(&differences_, 8));
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -61,9 +64,8 @@ class CombineBench {
 
   double time(int tokens, const CombineVariant& v) {
     world_.reset();
-    const double us = time_per_call(n_, world_.stream, [&](int r, cudaStream_t s) {
-      enqueue(r, s, tokens, v);
-    });
+    const double us =
+        time_per_call(n_, world_.stream, [&](int r, cudaStream_t s) { enqueue(r, s, tokens, v); });
     if (world_.any_fault()) return -1.0;
     if (!matches(tokens, v)) return -2.0;
     return us;
@@ -173,7 +175,8 @@ inline std::vector<CombineVariant> combine_variants(bool sweep, int tokens) {
   return variants;
 }
 
-inline void bench_combine(bool sweep, const std::vector<int>& ranks, const std::vector<int>& tokens) {
+inline void bench_combine(bool sweep, const std::vector<int>& ranks,
+                          const std::vector<int>& tokens) {
   std::printf("\ncombine, bf16, D = 512: us per call (all ranks concurrently)\n");
   for (int heads : {32, 128}) {
     for (int n : ranks) {
@@ -191,9 +194,12 @@ inline void bench_combine(bool sweep, const std::vector<int>& ranks, const std::
             continue;
           }
           const bool tiled = v.launch.kernel == CombineKernel::kTiled;
-          if (v.baseline) base = us;
-          else if (tiled && us < best_tiled) best_tiled = us, tiled_name = v.name;
-          else if (!tiled && v.launch.overlap_launch && v.launch.invite_next && us < best_lamport) best_lamport = us, lamport_name = v.name;
+          if (v.baseline)
+            base = us;
+          else if (tiled && us < best_tiled)
+            best_tiled = us, tiled_name = v.name;
+          else if (!tiled && v.launch.overlap_launch && v.launch.invite_next && us < best_lamport)
+            best_lamport = us, lamport_name = v.name;
         }
         const double best = std::min(best_lamport, best_tiled);
         std::printf("N=%d H=%3d T=%3d  four-launch %7.2f", n, heads, t, base);

@@ -1,8 +1,7 @@
 // The four-launch combine for the ranks of real processes, as a library that Python loads:
 // bf16 [T, H, D], fp32 LSE, heads split evenly.
-#include "four_launch.cuh"
-
 #include "a2a_lse_reduce_kernels.h"
+#include "four_launch.cuh"
 #include "tables.h"
 
 namespace dcp {
@@ -16,8 +15,8 @@ CombineKernelPointer combine_kernel_float32(const CombineLaunch&, uint32_t) { re
 
 // `table` is a CombineTable; the tensors are contiguous. Returns CUDA's error.
 extern "C" int four_launch_combine(const int64_t* table, const void* partial, const void* lse,
-                                   void* output, uint32_t tokens, uint32_t heads,
-                                   uint32_t head_dim, void* stream) {
+                                   void* output, uint32_t tokens, uint32_t heads, uint32_t head_dim,
+                                   void* stream) {
   const auto& t = *reinterpret_cast<const dcp::CombineTable*>(table);
   dcp::CombineParams p{};
   for (int64_t r = 0; r < t.channel.world_size; ++r) {

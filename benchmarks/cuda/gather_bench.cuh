@@ -28,7 +28,8 @@ inline void bench_gather(bool query, int n, int tokens, int heads, double copy_t
     const uint64_t regions = static_cast<uint64_t>(kNumSlots) * n;
     GatherParams base{};
     base.num_slots = v.in_channel ? 1 : 2;
-    base.data_capacity = v.in_channel ? total : (v.kernel == GatherKernel::kPackets ? 2 : 1) * local;
+    base.data_capacity =
+        v.in_channel ? total : (v.kernel == GatherKernel::kPackets ? 2 : 1) * local;
     base.data_offset = sections.add((v.in_channel ? 1 : regions) * base.data_capacity, 0) - header;
     base.flag_capacity = local / 16 / 32 + 1;
     base.flag_offset = sections.add(regions * base.flag_capacity * 8, 0) - header;

@@ -18,7 +18,8 @@ inline int replays = 60;
 
 using Enqueue = std::function<void(int rank, cudaStream_t stream)>;
 
-inline cudaGraphExec_t capture(int n, const cudaStream_t* streams, int calls, const Enqueue& enqueue) {
+inline cudaGraphExec_t capture(int n, const cudaStream_t* streams, int calls,
+                               const Enqueue& enqueue) {
   cudaGraph_t graph;
   cudaGraphExec_t exec;
   std::vector<cudaEvent_t> events(n);
@@ -84,12 +85,11 @@ __global__ void fill_random(uint32_t* words, size_t count, uint32_t seed, bool l
   }
 }
 
-
 // Elements of `a` and `b` that differ by more than rounding.
 inline std::string json_rows;
 
 inline void record(const char* op, const char* variant, int n, int tokens, int heads, double us,
-            double bytes_per_rank) {
+                   double bytes_per_rank) {
   char row[512];
   std::snprintf(row, sizeof row,
                 "%s    {\"op\": \"%s\", \"variant\": \"%s\", \"N\": %d, \"T\": %d, \"H\": %d, "

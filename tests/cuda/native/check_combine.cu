@@ -16,15 +16,15 @@ namespace {
 
 int failures = 0;
 
-#define EXPECT(condition, ...)                                  \
-  do {                                                          \
-    if (!(condition)) {                                         \
-      if (++failures <= 20) {                                   \
+#define EXPECT(condition, ...)                                            \
+  do {                                                                    \
+    if (!(condition)) {                                                   \
+      if (++failures <= 20) {                                             \
         std::printf("FAILED %s:%d %s: ", __FILE__, __LINE__, #condition); \
-        std::printf(__VA_ARGS__);                               \
-        std::printf("\n");                                      \
-      }                                                         \
-    }                                                           \
+        std::printf(__VA_ARGS__);                                         \
+        std::printf("\n");                                                \
+      }                                                                   \
+    }                                                                     \
   } while (0)
 
 struct Case {
@@ -43,10 +43,10 @@ std::string describe(const Case& c) {
   std::snprintf(text, sizeof text,
                 "N=%d T=%d H=%d D=%d payload=%d lse=%d out=%d base_e=%d mask=%d scatter=%s "
                 "kernel=%d chunks=%u window=%u head_major=%d full=%d",
-                c.n, c.tokens, c.heads, c.dim, static_cast<int>(c.payload),
-                static_cast<int>(c.lse), static_cast<int>(c.output), c.base_e, c.masked,
-                c.scatter.c_str(), static_cast<int>(c.launch.kernel), c.launch.chunks_per_lane,
-                c.window, c.head_major, c.full_lse);
+                c.n, c.tokens, c.heads, c.dim, static_cast<int>(c.payload), static_cast<int>(c.lse),
+                static_cast<int>(c.output), c.base_e, c.masked, c.scatter.c_str(),
+                static_cast<int>(c.launch.kernel), c.launch.chunks_per_lane, c.window, c.head_major,
+                c.full_lse);
   return text;
 }
 
@@ -85,8 +85,8 @@ RankInput random_input(const Case& c, std::mt19937_64& rng, int num_requests) {
     if (kind == 2) lse = std::numeric_limits<double>::infinity();
     if (kind == 3) lse -= 400.0;  // weight underflows to zero
     ref::encode(in.lse.data() + row * lse_size, c.lse, lse);
-    const bool empty = ref::clean_lse(ref::decode(in.lse.data() + row * lse_size, c.lse)) ==
-                       ref::kEmpty;
+    const bool empty =
+        ref::clean_lse(ref::decode(in.lse.data() + row * lse_size, c.lse)) == ref::kEmpty;
     const bool with_nan = !empty && draw(40) == 0;
     char* at = in.partial.data() + row * c.dim * size;
     for (int d = 0; d < c.dim; ++d) {
@@ -165,9 +165,8 @@ void run_case(const Case& c, std::mt19937_64& rng) {
       CUDA_CHECK(cudaMemset(p.output, 0x5A, max_rows * c.dim * 4 + 16));
       CUDA_CHECK(cudaMalloc(&p.lse_output, max_rows * 4 + 16));
       CUDA_CHECK(cudaMalloc(&p.full_lse_output, c.tokens * c.heads * 4 + 16));
-      allocations.insert(allocations.end(),
-                         {const_cast<char*>(p.partial), const_cast<void*>(p.lse), p.output,
-                          p.lse_output, p.full_lse_output});
+      allocations.insert(allocations.end(), {const_cast<char*>(p.partial), const_cast<void*>(p.lse),
+                                             p.output, p.lse_output, p.full_lse_output});
       if (c.masked) allocations.push_back(const_cast<int32_t*>(p.seq_lens));
       if (!c.with_lse) p.lse_output = nullptr;
       if (!c.full_lse) p.full_lse_output = nullptr;
@@ -202,8 +201,8 @@ void run_case(const Case& c, std::mt19937_64& rng) {
       }
       auto lse_of = [&](int s, int t, int h) {
         if (masked_out(c, in[s], starts, t)) return ref::kEmpty;
-        return ref::clean_lse(ref::decode(
-            in[s].lse.data() + row_index(c, t, h) * ref::element_size(c.lse), c.lse));
+        return ref::clean_lse(
+            ref::decode(in[s].lse.data() + row_index(c, t, h) * ref::element_size(c.lse), c.lse));
       };
       auto close_lse = [](double got, double want) {
         return got == want || std::fabs(got - want) <= 1e-4 + 1e-5 * std::fabs(want);
@@ -264,8 +263,7 @@ void run_case(const Case& c, std::mt19937_64& rng) {
         }
         const double want = ref::merge(payload, lses, c.payload, 0, c.base_e).lse;
         if (!close_lse(full[i], want)) {
-          EXPECT(false, "full lse %zu: %g, expected %g; %s", i, full[i], want,
-                 describe(c).c_str());
+          EXPECT(false, "full lse %zu: %g, expected %g; %s", i, full[i], want, describe(c).c_str());
           ok = false;
         }
       }
@@ -370,8 +368,7 @@ void check_faults(CombineKernel kernel) {
     CUDA_CHECK(cudaMalloc(&output[r], elements * 2));
   }
   auto params = [&](int r, double timeout_s, uint32_t signature) {
-    return small_params(world, layout, launch, r, partial[r], lse, output[r], timeout_s,
-                        signature);
+    return small_params(world, layout, launch, r, partial[r], lse, output[r], timeout_s, signature);
   };
 
   // Ranks 2 and 3 never come.
@@ -380,15 +377,16 @@ void check_faults(CombineKernel kernel) {
     CUDA_CHECK(launch_a2a_lse_reduce(params(r, 0.05, 1), launch, world.stream[r]));
   }
   CUDA_CHECK(cudaDeviceSynchronize());
-  const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double waited =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   EXPECT(waited > 0.04 && waited < 1.0, "waited %.3f s for a limit of 0.05 s", waited);
   for (int r = 0; r < 2; ++r) {
     const FaultRecord f = *world.fault[r];
     EXPECT(f.state == 1 && f.kind == static_cast<uint32_t>(FaultKind::kTimeout) && f.op == 1 &&
                f.site == 7 && f.rank == static_cast<uint32_t>(r) && f.peer >= 2 && f.peer < 4 &&
                f.epoch_wanted == kFirstEpoch && f.epoch_seen == 0,
-           "record: state %u kind %u rank %u peer %u epochs %u %u", f.state, f.kind, f.rank,
-           f.peer, f.epoch_wanted, f.epoch_seen);
+           "record: state %u kind %u rank %u peer %u epochs %u %u", f.state, f.kind, f.rank, f.peer,
+           f.epoch_wanted, f.epoch_seen);
     EXPECT(all_nan(output[r], elements), "rank %d: rows must be NaN after a timeout", r);
   }
   // A dead workspace answers at once, with NaN.
@@ -396,7 +394,8 @@ void check_faults(CombineKernel kernel) {
   const auto again = std::chrono::steady_clock::now();
   CUDA_CHECK(launch_a2a_lse_reduce(params(0, 5.0, 1), launch, world.stream[0]));
   CUDA_CHECK(cudaDeviceSynchronize());
-  const double second = std::chrono::duration<double>(std::chrono::steady_clock::now() - again).count();
+  const double second =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - again).count();
   EXPECT(second < 0.5, "a dead workspace took %.3f s", second);
   EXPECT(all_nan(output[0], elements), "a dead workspace must answer NaN");
 

@@ -25,16 +25,17 @@ struct Case {
 
 void fail(const Case& c, int call, int rank, const char* what) {
   if (++failures > 20) return;
-  std::printf("FAILED %s: call %d rank %d query=%d N=%d T=%d h=%d padded=%d row=%d gap=%d kernel=%d "
-              "in_channel=%d split=%d window=%u blocks=%u\n",
-              what, call, rank, c.query, c.n, c.tokens, c.heads, c.padded, c.row_bytes, c.gap_rows,
-              static_cast<int>(c.kernel), c.in_channel, c.split, c.window, c.max_blocks);
+  std::printf(
+      "FAILED %s: call %d rank %d query=%d N=%d T=%d h=%d padded=%d row=%d gap=%d kernel=%d "
+      "in_channel=%d split=%d window=%u blocks=%u\n",
+      what, call, rank, c.query, c.n, c.tokens, c.heads, c.padded, c.row_bytes, c.gap_rows,
+      static_cast<int>(c.kernel), c.in_channel, c.split, c.window, c.max_blocks);
 }
 
 void run_case(const Case& c, std::mt19937_64& rng) {
   const uint64_t local = static_cast<uint64_t>(c.tokens) * c.heads * c.row_bytes;
-  const uint64_t total = c.query ? static_cast<uint64_t>(c.tokens) * c.padded * c.row_bytes
-                                 : local * c.n;
+  const uint64_t total =
+      c.query ? static_cast<uint64_t>(c.tokens) * c.padded * c.row_bytes : local * c.n;
   Sections sections;
   const uint64_t header = sections.add(sizeof(ChannelHeader), 0);
   const uint64_t regions = static_cast<uint64_t>(kNumSlots) * c.n;
@@ -65,10 +66,11 @@ void run_case(const Case& c, std::mt19937_64& rng) {
       CUDA_CHECK(cudaMemset(output[r], 0x5A, total + 16));
       for (int t = 0; t < c.tokens; ++t) {
         for (int j = 0; j < c.heads; ++j) {
-          const uint64_t from = (static_cast<uint64_t>(t) * (c.heads + c.gap_rows) + j) * c.row_bytes;
-          const uint64_t to = c.query
-                                  ? (static_cast<uint64_t>(t) * c.padded + r * c.heads + j) * c.row_bytes
-                                  : (static_cast<uint64_t>(r) * c.tokens + t) * c.row_bytes;
+          const uint64_t from =
+              (static_cast<uint64_t>(t) * (c.heads + c.gap_rows) + j) * c.row_bytes;
+          const uint64_t to =
+              c.query ? (static_cast<uint64_t>(t) * c.padded + r * c.heads + j) * c.row_bytes
+                      : (static_cast<uint64_t>(r) * c.tokens + t) * c.row_bytes;
           std::copy_n(bytes.begin() + from, c.row_bytes, want.begin() + to);
         }
       }
@@ -102,7 +104,8 @@ void run_case(const Case& c, std::mt19937_64& rng) {
     if (world.any_fault()) fail(c, call, -1, "fault");
     for (int r = 0; r < c.n; ++r) {
       std::vector<unsigned char> got(total);
-      const char* at = c.in_channel ? world.base[r] + World::kHeaderOffset + base.data_offset : output[r];
+      const char* at =
+          c.in_channel ? world.base[r] + World::kHeaderOffset + base.data_offset : output[r];
       CUDA_CHECK(cudaMemcpy(got.data(), at, total, cudaMemcpyDeviceToHost));
       if (got != want) fail(c, call, r, "bytes differ");
     }

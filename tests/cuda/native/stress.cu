@@ -39,8 +39,8 @@ __device__ float lse_value(uint32_t call, uint32_t source, uint32_t row) {
 
 __device__ uint16_t payload_value(uint32_t call, uint32_t source, uint32_t row, uint32_t d) {
   const uint32_t h = mix(mix(call, source + 1), row * kHeadDim + d);
-  if ((h & 63u) == 0) return 0x8000u;             // -0
-  if ((h & 63u) == 1) return 1u + (h >> 28);      // denormal
+  if ((h & 63u) == 0) return 0x8000u;                         // -0
+  if ((h & 63u) == 1) return 1u + (h >> 28);                  // denormal
   return static_cast<uint16_t>(h >> 16 & 0x80FFu) | 0x3F00u;  // +-[0.5, 1)... (1, 2)
 }
 
@@ -54,7 +54,8 @@ struct RankState {
 __global__ void generate(RankState* state, uint32_t ahead, uint32_t rank, uint32_t rows,
                          uint4* partial, float* lse) {
   const uint32_t call = state->call + ahead;
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * 64; i += gridDim.x * blockDim.x) {
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * 64;
+       i += gridDim.x * blockDim.x) {
     const uint32_t row = i / 64, d = i % 64 * 8;
     const float l = lse_value(call, rank, row);
     uint32_t words[4];
@@ -69,9 +70,8 @@ __global__ void generate(RankState* state, uint32_t ahead, uint32_t rank, uint32
 }
 
 // Recomputes what every source sent; one warp per output row.
-__global__ void verify(RankState* state, uint32_t ahead, uint32_t rank, uint32_t n,
-                       uint32_t tokens, uint32_t heads, const uint16_t* output,
-                       const float* merged_lse) {
+__global__ void verify(RankState* state, uint32_t ahead, uint32_t rank, uint32_t n, uint32_t tokens,
+                       uint32_t heads, const uint16_t* output, const float* merged_lse) {
   const uint32_t call = state->call + ahead;
   const uint32_t h = heads / n, lane = threadIdx.x % 32;
   const uint32_t warps = gridDim.x * blockDim.x / 32;
@@ -98,7 +98,8 @@ __global__ void verify(RankState* state, uint32_t ahead, uint32_t rank, uint32_t
       double want = 0.0;
       for (uint32_t s = 0; s < n; ++s) {
         if (lse[s] == -__builtin_inff()) continue;
-        const float v = __uint_as_float(static_cast<uint32_t>(payload_value(call, s, row, d)) << 16);
+        const float v =
+            __uint_as_float(static_cast<uint32_t>(payload_value(call, s, row, d)) << 16);
         want += exp2(static_cast<double>(lse[s] - highest)) / sum * v;
       }
       const bool good = contributing == 1 ? bits == payload_value(call, only, row, d)
@@ -192,8 +193,9 @@ class Run {
       }
     }
     CUDA_CHECK(cudaDeviceSynchronize());
-    Outcome outcome{world_.any_fault(c_.variant == Variant::kCorrect), 0, calls,
-                    std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()};
+    Outcome outcome{
+        world_.any_fault(c_.variant == Variant::kCorrect), 0, calls,
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()};
     for (int r = 0; r < c_.n; ++r) {
       RankState s;
       CUDA_CHECK(cudaMemcpy(&s, state_[r], sizeof s, cudaMemcpyDeviceToHost));
@@ -247,8 +249,7 @@ class Run {
     launch.kernel = tokens >= c_.tiled_from ? CombineKernel::kTiled : CombineKernel::kLamport;
     launch.share = 2 * c_.n;  // room for the other kernels of the test
     launch.invite_next = true;
-    CombineParams p =
-        launch.kernel == CombineKernel::kTiled ? layout_.tiled : layout_.lamport;
+    CombineParams p = launch.kernel == CombineKernel::kTiled ? layout_.tiled : layout_.lamport;
     p.channel = world_.channel(r, Op::kA2aLseReduce, 0x1000u + tokens,
                                c_.variant == Variant::kCorrect ? 20.0 : 0.2);
     p.channel.stress = {c_.variant, host_slot, 77u, c_.max_delay_ns};

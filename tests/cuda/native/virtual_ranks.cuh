@@ -13,14 +13,14 @@
 
 #include "launchers.h"
 
-#define CUDA_CHECK(call)                                                                       \
-  do {                                                                                         \
-    const cudaError_t status_ = (call);                                                        \
-    if (status_ != cudaSuccess) {                                                              \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call,                       \
-                   cudaGetErrorString(status_));                                               \
-      std::exit(2);                                                                            \
-    }                                                                                          \
+#define CUDA_CHECK(call)                                                 \
+  do {                                                                   \
+    const cudaError_t status_ = (call);                                  \
+    if (status_ != cudaSuccess) {                                        \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
+                   cudaGetErrorString(status_));                         \
+      std::exit(2);                                                      \
+    }                                                                    \
   } while (0)
 
 namespace dcp::virtual_ranks {
