@@ -51,6 +51,11 @@ timeout_s: float = 60.0
 # Independent slot sets for micro-batches that run on threads of their own.
 num_ubatches: int = 1
 
+# Let launches on GPUs take their place on the chip while the launch before them ends
+# (programmatic dependent launch), and let the next one do so behind them. Off: for
+# kernels of others that are launched so and read before they wait.
+launch_overlap: bool = True
+
 # Let gathers on GPUs store to all ranks at once through NVLink multicast, where every
 # rank has it. Off: it has been compiled and never run.
 multicast: bool = False

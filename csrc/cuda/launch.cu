@@ -156,7 +156,8 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
   launch.kernel = static_cast<dcp::CombineKernel>(t.kernel);
   launch.payload = dtype_of(partial_output);
   launch.share = static_cast<uint32_t>(t.channel.share);
-  launch.invite_next = launch.share <= 1;
+  launch.overlap_launch = t.channel.overlap != 0;
+  launch.invite_next = launch.overlap_launch && launch.share <= 1;
   const auto element = static_cast<int64_t>(partial_output.element_size());
   p.partial = pointer<const char>(partial_output);
   p.stride_token = partial_output.stride(0) * element;
@@ -262,7 +263,8 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   dcp::GatherLaunch launch;
   launch.kernel = static_cast<dcp::GatherKernel>(t.kernel);
   launch.share = static_cast<uint32_t>(t.channel.share);
-  launch.invite_next = launch.share <= 1;
+  launch.overlap_launch = t.channel.overlap != 0;
+  launch.invite_next = launch.overlap_launch && launch.share <= 1;
   const bool packets = launch.kernel == dcp::GatherKernel::kPackets;
   STD_TORCH_CHECK(!packets || (p.publish && p.wait && !t.view),
                   "table: packets go and come in one launch, to fresh memory");

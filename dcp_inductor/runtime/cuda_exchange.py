@@ -29,6 +29,7 @@ from dcp_inductor.runtime.cuda_plan import (
     launch_table,
     row_refusal,
     size_refusal,
+    table_settings,
 )
 from dcp_inductor.runtime.cuda_workspace import Workspace
 from dcp_inductor.runtime.signature import Signature
@@ -78,7 +79,7 @@ def a2a_lse_reduce(
         tuple(partial_output.shape), partial_output.dtype, tuple(partial_lse.shape),
         partial_lse.dtype, scatter, tuple(split_sizes), is_lse_base_on_e, return_lse,
         full_lse, output_dtype, seq_lens is None, query_start_loc is None, site,
-        config.max_tokens, config.timeout_s,
+        config.max_tokens, *table_settings(),
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:

@@ -18,6 +18,7 @@ from dcp_inductor.runtime.cuda_plan import (
     launch_table,
     row_refusal,
     size_refusal,
+    table_settings,
 )
 from dcp_inductor.runtime.cuda_workspace import Workspace
 from dcp_inductor.runtime.signature import Signature
@@ -38,7 +39,7 @@ def agree_on_no_rows(op: str, group_name: str, x: Tensor, site: str) -> None:
         return
     workspace.check()
     workspace.refuse_unfinished(op)
-    key = ("no rows", op, tuple(x.shape), x.dtype, site, config.timeout_s)
+    key = ("no rows", op, tuple(x.shape), x.dtype, site, *table_settings())
     plan = workspace.plans.get(key)
     if plan is None:
         call = Signature(op, tuple(x.shape), dtype_name(x.dtype), "", "", site)
@@ -90,7 +91,7 @@ def _gather_query(
     as_view = as_view and not workspace.view_unmerged
     key = (
         "q", tuple(query.shape), query.dtype, padded_heads, site, as_view,
-        config.max_tokens, config.timeout_s,
+        config.max_tokens, *table_settings(),
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
@@ -196,7 +197,7 @@ def _kv_plan(
 ) -> _GatherPlan | Refusal:
     key = (
         "kv", tuple(rows.shape), rows.dtype, site, split, config.max_tokens,
-        config.timeout_s,
+        *table_settings(),
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:

@@ -174,11 +174,13 @@ def channel_words(
     headers: list[int],
     peers: list[int],
     multicast: int = 0,
+    overlap: bool = True,
 ) -> list[int]:
     """The words of a ``ChannelTable``."""
     padding = [0] * (MAX_RANKS - len(peers))
     return [
-        len(peers), rank, timeout_ns, signature, site, share, fault, multicast,
+        len(peers), rank, timeout_ns, signature, site, share, int(overlap), fault,
+        multicast,
         *headers, *padding, *peers, *padding,
     ]  # fmt: skip
 

@@ -55,6 +55,11 @@ def size_refusal(pieces: int, nbytes: int) -> Refusal | None:
     )
 
 
+def table_settings() -> tuple[object, ...]:
+    """Knobs that launch tables hold; part of the key of every plan."""
+    return config.timeout_s, config.launch_overlap
+
+
 def launch_table(
     workspace: Workspace,
     layout: cuda_layout.ArenaLayout,
@@ -72,6 +77,6 @@ def launch_table(
     channel = cuda_layout.channel_words(
         memory.rank, int(config.timeout_s * 1e9), checksum, memory.site_id(call.site),
         memory.num_ubatches, workspace.fault_address, workspace.control.addresses,
-        arena.addresses, arena.multicast,
+        arena.addresses, arena.multicast, config.launch_overlap,
     )  # fmt: skip
     return torch.tensor(channel + words, dtype=torch.int64)

@@ -339,3 +339,12 @@ def captured(rank: int, size: int, replays: int) -> None:
 @pytest.mark.parametrize(("size", "replays"), [(2, 40), (4, 20)])
 def test_graphs_replay_with_changing_inputs(size: int, replays: int) -> None:
     worlds.run(size, captured, replays, limit_s=300)
+
+
+def one_after_another(rank: int, size: int) -> None:
+    with config.patch(launch_overlap=False):
+        captured(rank, size, 10)
+
+
+def test_launches_need_not_overlap() -> None:
+    worlds.run(2, one_after_another)

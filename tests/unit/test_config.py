@@ -26,6 +26,7 @@ OTHER = {
     "max_tokens": ("32", 32),
     "timeout_s": ("7.5", 7.5),
     "num_ubatches": ("2", 2),
+    "launch_overlap": ("0", False),
     "multicast": ("1", True),
 }
 WRONG = {
@@ -37,6 +38,7 @@ WRONG = {
     "max_tokens": ("0", 2.5),
     "timeout_s": ("nan", float("inf")),
     "num_ubatches": ("two", -1),
+    "launch_overlap": ("off", 0),
     "multicast": ("on", 1),
 }
 
