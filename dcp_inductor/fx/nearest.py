@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from dcp_inductor.fx.hypothesis import Hypothesis
 from dcp_inductor.fx.proof import Refuted
-from dcp_inductor.fx.trial import Expected, Hypothesis, Trial
+from dcp_inductor.fx.trial import Expected, Trial
 
 
 class Nearest:
@@ -66,9 +67,12 @@ def _parts(whole: Tensor, world_size: int, rank: int) -> Iterable[Tensor]:
 
 def _named(hypothesis: Hypothesis) -> str:
     base = "e" if hypothesis.is_base_e else "2"
-    if hypothesis.kind == "lse":
-        return f"the merge by an LSE of base {base}"
+    if "lse" in hypothesis.kind:
+        sign = "a negative" if hypothesis.kind == "negative_lse" else "an"
+        return f"the merge by {sign} LSE of base {base}"
     statistics = "the shards' weights"
+    if hypothesis.kind == "max_log_sum":
+        statistics = f"maximum and logarithm of the sum in base {base}"
     if hypothesis.kind == "max_sum":
         statistics = f"maximum and sum in base {base}"
     divided = "" if hypothesis.normalised else " of outputs not yet divided by them"

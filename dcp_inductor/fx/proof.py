@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from dcp_inductor.fx.hypothesis import Hypothesis
 from dcp_inductor.fx.layout import Layout
-from dcp_inductor.fx.trial import Hypothesis
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ with empty shards. Only what agrees on every trial is a merge.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dcp_inductor.fx.axes import statistic_axes
+from dcp_inductor.fx.hypothesis import Hypothesis, families
 from dcp_inductor.fx.judge import Judge
 from dcp_inductor.fx.layout import find_layout
 from dcp_inductor.fx.lockstep import READINGS, Lockstep, Unsupported
@@ -40,7 +39,6 @@ from dcp_inductor.fx.trial import (
     MARK,
     Data,
     Expected,
-    Hypothesis,
     Trial,
 )
 
@@ -100,7 +98,9 @@ class _Prover:
 
     def run(self) -> Proof | Refuted:
         failure: Refuted | None = None
-        for hypotheses in self._families():
+        shape = shape_key(self._value(self.cut.partial_output).shape)
+        statistics = [shape_key(self._value(s).shape) for s in self.cut.statistics]
+        for hypotheses in families(statistics, shape, self.weights):
             for reading in READINGS:
                 outcome, uses_rank = self._first_trial(hypotheses, reading)
                 if isinstance(outcome, Proof):
@@ -112,31 +112,6 @@ class _Prover:
         if failure is None:
             failure = Refuted("not_equivalent", f"this is no merge; {self.nearest}")
         return Refuted(failure.code, failure.reason, self.trials)
-
-    def _families(self) -> Iterator[list[Hypothesis]]:
-        """Hypotheses that share their trial values, the likelier families first."""
-        shape = shape_key(self._value(self.cut.partial_output).shape)
-        ways = [
-            statistic_axes(shape_key(self._value(s).shape), shape)
-            for s in self.cut.statistics
-        ]
-        kind = "max_sum" if len(ways) == 2 else "sum" if self.weights else "lse"
-        for combination in itertools.product(*ways):
-            if len({feature for feature, _ in combination}) != 1:
-                continue
-            for swapped in (False, True) if kind == "max_sum" else (False,):
-                yield [
-                    Hypothesis(
-                        kind,
-                        is_base_e,
-                        normalised,
-                        swapped,
-                        combination[0][0],
-                        tuple(axes for _, axes in combination),
-                    )
-                    for is_base_e in ((True,) if kind == "sum" else (True, False))
-                    for normalised in ((True,) if kind == "lse" else (True, False))
-                ]
 
     def _first_trial(
         self, hypotheses: list[Hypothesis], reading: str
@@ -192,7 +167,7 @@ class _Prover:
         narrow = any(
             torch.finfo(self._value(s).dtype).max < -MARK for s in self.cut.statistics
         )
-        if self.exact and not narrow and hypothesis.kind == "lse":
+        if self.exact and not narrow and "lse" in hypothesis.kind:
             trials.append(Trial(13, True, empty="marked"))
         if self.exact:
             trials += [Trial(11, True, skewed=True, far=far) for far in FAR]
@@ -373,10 +348,7 @@ class _Prover:
         )
         if layout is not None and layout.dim != hypothesis.feature_dim:
             return Exit(node, "output", layout, 1.0)
-        for scale in (
-            1.0,
-            math.log(2.0) if not hypothesis.is_base_e else 1 / math.log(2.0),
-        ):
+        for scale in hypothesis.lse_scales:
             layout = find_layout(
                 value, expected.lse * scale, self.world_size, self.rank, equal, eps
             )

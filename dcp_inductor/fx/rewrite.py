@@ -124,7 +124,6 @@ class _MergeWriter:
         dtype = dtypes[0]
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)
-        is_base_e = self.hypothesis.is_base_e or self.hypothesis.kind != "lse"
         with self.anchor:
             self.op = self.emit.call(
                 ops.a2a_lse_reduce,
@@ -133,7 +132,7 @@ class _MergeWriter:
                 token,
                 site.group.name,
                 scatter=plan.scatter,
-                is_lse_base_on_e=is_base_e,
+                is_lse_base_on_e=self.hypothesis.lse_is_base_e,
                 return_lse=bool(lses),
                 full_lse=self.full_lse,
                 output_dtype=dtype,
@@ -159,32 +158,42 @@ class _MergeWriter:
 
     def _output(self) -> Node:
         node = self.site.cut.partial_output
-        if not self.hypothesis.normalised:
-            total = self._statistic(1 if self.hypothesis.kind == "max_sum" else 0)
-            node = self.emit.permute(
-                self.emit.cast(node, torch.float32), self.plan.dims
-            )
+        if self.hypothesis.normalised:
+            node = self.emit.permute(node, self.plan.dims)
+        else:
+            node = self.emit.cast(node, torch.float32)
+            node = self.emit.permute(node, self.plan.dims)
             total = self.emit.call(
-                _aten.unsqueeze.default, total, len(self.plan.dims) - 1
+                _aten.unsqueeze.default, self._total(), len(self.plan.dims) - 1
             )
             node = self.emit.call(_aten.div.Tensor, node, total)
-        else:
-            node = self.emit.permute(node, self.plan.dims)
         return self._flatten(node, self.plan.dims)
+
+    def _total(self) -> Node:
+        """The sum that the partial output is yet to be divided by."""
+        if self.hypothesis.kind == "sum":
+            return self._statistic(0)
+        total = self._statistic(1)
+        if self.hypothesis.kind == "max_log_sum":
+            power = _aten.exp if self.hypothesis.is_base_e else _aten.exp2
+            return self.emit.call(power.default, total)
+        return total
 
     def _lse(self) -> Node:
         kind = self.hypothesis.kind
-        if kind == "lse":
+        if "lse" in kind:
             node = self._statistic(0, keep_dtype=True)
+            if kind == "negative_lse":
+                node = self.emit.call(_aten.neg.default, node)
         elif kind == "sum":
             node = self.emit.call(_aten.log.default, self._statistic(0))
         else:
             top, total = self._statistic(0), self._statistic(1)
-            if not self.hypothesis.is_base_e:
-                top = self.emit.call(_aten.mul.Tensor, top, _LN2)
-            node = self.emit.call(
-                _aten.add.Tensor, top, self.emit.call(_aten.log.default, total)
-            )
+            if kind == "max_sum":
+                if not self.hypothesis.is_base_e:
+                    top = self.emit.call(_aten.mul.Tensor, top, _LN2)
+                total = self.emit.call(_aten.log.default, total)
+            node = self.emit.call(_aten.add.Tensor, top, total)
         return self._flatten(node, self.plan.dims[:-1])
 
     def _statistic(self, position: int, keep_dtype: bool = False) -> Node:
@@ -213,7 +222,7 @@ class _MergeWriter:
             assert self.lse is not None
             node = self.lse
             scale = found.lse_scale
-            if self.hypothesis.kind != "lse" and not self.hypothesis.is_base_e:
+            if self.hypothesis.lse_is_base_e != self.hypothesis.is_base_e:
                 scale /= _LN2  # the op worked in base e, the graph in base 2
             if not math.isclose(scale, 1.0):
                 node = self.emit.call(_aten.mul.Tensor, node, scale)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dcp_inductor.fx.hypothesis import Hypothesis
 from dcp_inductor.fx.nodes import Symbols, tensor_val
 from dcp_inductor.fx.region import Cut
 
@@ -23,24 +24,6 @@ EXACT_SKEW = 500.0
 FAR = (1e4, 1e9)
 # A finite number that code takes for an empty shard.
 MARK = -1e30
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """What the statistics of a cut may mean.
-
-    ``kind`` "lse": one LSE; "max_sum": row maximum and sum of exponentials; "sum": the
-    weight of the shard itself. ``normalised`` tells whether the partial output was
-    divided by its sum. ``axes`` holds, for each statistic, the partial output's dims
-    that its dims are.
-    """
-
-    kind: str
-    is_base_e: bool
-    normalised: bool
-    swapped: bool
-    feature_dim: int
-    axes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -116,11 +99,7 @@ class Data:
             exponent = torch.empty(rows, dtype=torch.float64, device="cpu")
             weight = weight * 10 ** exponent.uniform_(*decades, generator=generator)
         weight = weight.masked_fill(empty, 0.0)
-        statistics = {
-            "lse": [level],
-            "sum": [weight],
-            "max_sum": [weight, level] if hypothesis.swapped else [level, weight],
-        }[hypothesis.kind]
+        statistics = hypothesis.statistics(level, weight)
 
         self.leaves: dict[Node, list[Tensor]] = {}
         self._output = self._add(cut.partial_output, output, shape)
@@ -160,19 +139,9 @@ class Data:
 
     def expected(self, hypothesis: Hypothesis) -> Expected:
         """The merge of the data under a hypothesis."""
-        factor = 1.0 if hypothesis.is_base_e else math.log(2.0)
         output = self._output
-        if hypothesis.kind == "lse":
-            level = self._statistics[0] * factor
-        elif hypothesis.kind == "sum":
-            level = self._statistics[0].log()
-        else:
-            top, total = self._statistics[:: -1 if hypothesis.swapped else 1]
-            level = top * factor + total.log()
-        if not hypothesis.normalised:
-            total = self._statistics[
-                0 if hypothesis.swapped or hypothesis.kind == "sum" else 1
-            ]
+        level, total = hypothesis.meaning(self._statistics)
+        if total is not None:
             output = output / total.unsqueeze(self._feature + 1)
         lse = torch.logsumexp(level, 0)
         # Not level - lse: beside a number of many digits the sum is lost.
@@ -182,7 +151,7 @@ class Data:
         if self._has_empty:
             last = last.masked_fill((weight == 0).unsqueeze(-1), 0.0)
         merged = torch.einsum("n...d,n...->...d", last, weight)
-        return Expected(merged.movedim(-1, self._feature), lse / factor)
+        return Expected(merged.movedim(-1, self._feature), lse / hypothesis.factor)
 
 
 def _decades(kind: str, dtypes: Sequence[torch.dtype]) -> tuple[float, float]:
