@@ -5,13 +5,66 @@ For fakes and calls alike. Sizes may be symbols; what is known to be wrong is re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 SCATTER_MODES = ("heads", "tokens", "none")
+
+
+class MergeOptions(NamedTuple):
+    """What a2a_lse_reduce does with its tensors, as ``ops.py`` explains; equal on all
+    ranks. Sizes may be symbols.
+    """
+
+    scatter: str = "heads"
+    split_sizes: tuple[int, ...] = ()
+    is_lse_base_on_e: bool = True
+    return_lse: bool = False
+    full_lse: bool = False
+    output_dtype: torch.dtype | None = None
+
+    def words(self, payload: torch.dtype) -> str:
+        """For a signature: what peers must have chosen alike.
+
+        Args:
+            payload: dtype of the partial outputs.
+        """
+        said = [
+            f"scatter={self.scatter}",
+            f"base={'e' if self.is_lse_base_on_e else 2}",
+        ]
+        if self.split_sizes:
+            said.append(f"split_sizes={list(self.split_sizes)}")
+        if self.return_lse:
+            said.append("full_lse" if self.full_lse else "lse")
+        if self.output_dtype not in (None, payload):
+            said.append(f"output={str(self.output_dtype).removeprefix('torch.')}")
+        return " ".join(said)
+
+    def shape(self, partial_lse: Tensor, world_size: int, rank: int) -> tuple[int, int]:
+        """Leading dims ``(tokens, heads)`` of a rank's part of the merged result."""
+        tokens, heads = partial_lse.shape
+        splits = self.split_sizes
+        if self.scatter == "heads":
+            heads = splits[rank] if splits else heads // world_size
+        elif self.scatter == "tokens":
+            tokens = splits[rank] if splits else tokens // world_size
+        return tokens, heads
+
+    def lse_shape(
+        self, partial_lse: Tensor, world_size: int, rank: int
+    ) -> tuple[int, ...]:
+        """Shape of the merged LSE that a rank gets; ``(0,)`` if it asked for none."""
+        if not self.return_lse:
+            return (0,)
+        if self.full_lse:
+            return tuple(partial_lse.shape)
+        return self.shape(partial_lse, world_size, rank)
+
+
+DEFAULT_MERGE = MergeOptions()
 
 
 def gathered_heads(query: Tensor, world_size: int, padded_heads: int) -> int:
@@ -32,12 +85,10 @@ def gathered_heads(query: Tensor, world_size: int, padded_heads: int) -> int:
 def check_a2a_lse_reduce(
     partial_output: Tensor,
     partial_lse: Tensor,
-    scatter: str,
-    split_sizes: Sequence[int],
+    options: MergeOptions,
     seq_lens: Tensor | None,
     query_start_loc: Tensor | None,
     world_size: int,
-    output_dtype: torch.dtype | None = None,
 ) -> None:
     """Check arguments of a2a_lse_reduce that no rank could serve.
 
@@ -65,6 +116,7 @@ def check_a2a_lse_reduce(
                 f"equal {name} in partial_output and partial_lse",
                 f"{of_output} and {of_lse}",
             )
+    scatter, split_sizes = options.scatter, options.split_sizes
     if scatter not in SCATTER_MODES:
         _refuse(f"scatter in {SCATTER_MODES}", repr(scatter))
     if split_sizes and (scatter == "none" or len(split_sizes) != world_size):
@@ -78,8 +130,8 @@ def check_a2a_lse_reduce(
     if (seq_lens is None) != (query_start_loc is None):
         _refuse("both of seq_lens and query_start_loc or neither", "one of them")
     check_lengths(seq_lens, query_start_loc)
-    if output_dtype is not None and not output_dtype.is_floating_point:
-        _refuse("a floating-point output_dtype", f"{output_dtype}")
+    if options.output_dtype is not None and not options.output_dtype.is_floating_point:
+        _refuse("a floating-point output_dtype", f"{options.output_dtype}")
     if scatter == "none":
         return
     total = partial_output.shape[1 if scatter == "heads" else 0]
@@ -126,19 +178,3 @@ def _differ(size: int | torch.SymInt, other: int | torch.SymInt) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(size != other)
-
-
-def scattered_shape(
-    partial_lse: Tensor,
-    scatter: str,
-    split_sizes: Sequence[int],
-    world_size: int,
-    rank: int,
-) -> tuple[int, int]:
-    """Leading dims ``(tokens, heads)`` of this rank's part of the merged result."""
-    tokens, heads = partial_lse.shape
-    if scatter == "heads":
-        heads = split_sizes[rank] if split_sizes else heads // world_size
-    elif scatter == "tokens":
-        tokens = split_sizes[rank] if split_sizes else tokens // world_size
-    return tokens, heads

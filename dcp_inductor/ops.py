@@ -165,26 +165,26 @@ def _(
     site="",
 ):
     group = groups.resolve(group_name)
-    world_size = group.size()
-    geometry.check_a2a_lse_reduce(
-        partial_output,
-        partial_lse,
+    size, rank = group.size(), group.rank()
+    options = geometry.MergeOptions(
         scatter,
-        split_sizes,
-        seq_lens,
-        query_start_loc,
-        world_size,
+        tuple(split_sizes),
+        is_lse_base_on_e,
+        return_lse,
+        full_lse,
         output_dtype,
     )
+    geometry.check_a2a_lse_reduce(
+        partial_output, partial_lse, options, seq_lens, query_start_loc, size
+    )
     _check_token(token)
-    shape = geometry.scattered_shape(
-        partial_lse, scatter, split_sizes, world_size, group.rank()
-    )
     output = partial_output.new_empty(
-        (*shape, partial_output.shape[2]), dtype=output_dtype or partial_output.dtype
+        (*options.shape(partial_lse, size, rank), partial_output.shape[2]),
+        dtype=output_dtype or partial_output.dtype,
     )
-    lse_shape = (0,) if not return_lse else partial_lse.shape if full_lse else shape
-    lse = partial_lse.new_empty(lse_shape, dtype=torch.float32)
+    lse = partial_lse.new_empty(
+        options.lse_shape(partial_lse, size, rank), dtype=torch.float32
+    )
     return output, lse, torch.empty_like(token)
 
 
@@ -274,19 +274,22 @@ def _a2a_lse_reduce(
     site="",
 ):
     _check_empty(token)
+    options = geometry.MergeOptions(
+        scatter,
+        tuple(split_sizes),
+        is_lse_base_on_e,
+        return_lse,
+        full_lse,
+        output_dtype,
+    )
     output, lse = _kernels().a2a_lse_reduce(
         partial_output,
         partial_lse,
         group_name,
-        scatter=scatter,
-        split_sizes=split_sizes,
-        is_lse_base_on_e=is_lse_base_on_e,
-        return_lse=return_lse,
-        full_lse=full_lse,
-        output_dtype=output_dtype,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
-        site=site,
+        options,
+        seq_lens,
+        query_start_loc,
+        site,
     )
     return output, lse, torch.empty_like(token)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dcp_inductor import config, geometry, groups
 from dcp_inductor.errors import DCPTimeoutError, FaultRecord
+from dcp_inductor.geometry import DEFAULT_MERGE, MergeOptions
 
 # torch 2.13 renamed it, and warns about the old name.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,13 +110,7 @@ def a2a_lse_reduce(
     partial_output: Tensor,
     partial_lse: Tensor,
     group_name: str,
-    *,
-    scatter: str = "heads",
-    split_sizes: Sequence[int] = (),
-    is_lse_base_on_e: bool = True,
-    return_lse: bool = False,
-    full_lse: bool = False,
-    output_dtype: torch.dtype | None = None,
+    options: MergeOptions = DEFAULT_MERGE,
     seq_lens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -126,36 +121,30 @@ def a2a_lse_reduce(
     """
     group = groups.resolve(group_name)
     geometry.check_a2a_lse_reduce(
-        partial_output,
-        partial_lse,
-        scatter,
-        split_sizes,
-        seq_lens,
-        query_start_loc,
-        group.size(),
-        output_dtype,
+        partial_output, partial_lse, options, seq_lens, query_start_loc, group.size()
     )
     compute_dtype = _compute_dtype(partial_output.dtype)
     lse = partial_lse.to(compute_dtype)
     if seq_lens is not None and query_start_loc is not None:
         empty = empty_rows(lse.shape[0], seq_lens, query_start_loc).to(lse.device)
         lse = lse.masked_fill(empty.unsqueeze(1), -torch.inf)
-    if scatter == "none":
+    if options.scatter == "none":
         outputs = list(_all_gather(partial_output, group))
         lses = list(_all_gather(lse, group))
     else:
-        dim = 1 if scatter == "heads" else 0
-        sizes = list(split_sizes) or [lse.shape[dim] // group.size()] * group.size()
+        dim = 1 if options.scatter == "heads" else 0
+        even = [lse.shape[dim] // group.size()] * group.size()
+        sizes = list(options.split_sizes) or even
         outputs = _scatter(partial_output, dim, sizes, group)
         lses = _scatter(lse, dim, sizes, group)
-    output, merged_lse = merge(outputs, lses, is_lse_base_on_e)
-    output = output.to(output_dtype or partial_output.dtype)
-    if return_lse and full_lse and scatter != "none":
+    output, merged_lse = merge(outputs, lses, options.is_lse_base_on_e)
+    output = output.to(options.output_dtype or partial_output.dtype)
+    if not options.return_lse:
+        return output, output.new_empty((0,), dtype=torch.float32)
+    if options.full_lse and options.scatter != "none":
         every_lse = _all_gather(lse, group)  # [N, T, H]
         no_payload = every_lse.new_empty((*every_lse.shape, 0))
-        merged_lse = merge(no_payload, every_lse, is_lse_base_on_e)[1]
-    if not return_lse:
-        return output, output.new_empty((0,), dtype=torch.float32)
+        merged_lse = merge(no_payload, every_lse, options.is_lse_base_on_e)[1]
     return output, merged_lse.to(torch.float32)
 
 

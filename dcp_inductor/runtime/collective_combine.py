@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcp_inductor import capability, geometry, groups, reference
+from dcp_inductor.geometry import DEFAULT_MERGE, MergeOptions
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +65,7 @@ def packed_all_to_all(
     partial_output: Tensor,
     partial_lse: Tensor,
     group_name: str,
-    *,
-    scatter: str = "heads",
-    split_sizes: Sequence[int] = (),
-    is_lse_base_on_e: bool = True,
-    return_lse: bool = False,
-    full_lse: bool = False,
-    output_dtype: torch.dtype | None = None,
+    options: MergeOptions = DEFAULT_MERGE,
     seq_lens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -84,19 +79,16 @@ def packed_all_to_all(
     group = groups.resolve(group_name)
     size, rank = group.size(), group.rank()
     geometry.check_a2a_lse_reduce(
-        partial_output, partial_lse, scatter, split_sizes, seq_lens, query_start_loc,
-        size,
-    )  # fmt: skip
+        partial_output, partial_lse, options, seq_lens, query_start_loc, size
+    )
     # Wider partials are merged in fp64, which is not worth a kernel.
     if partial_output.dtype not in capability.PAYLOAD_DTYPES:
         return reference.a2a_lse_reduce(
-            partial_output, partial_lse, group_name, scatter=scatter,
-            split_sizes=split_sizes, is_lse_base_on_e=is_lse_base_on_e,
-            return_lse=return_lse, full_lse=full_lse, output_dtype=output_dtype,
-            seq_lens=seq_lens, query_start_loc=query_start_loc,
-        )  # fmt: skip
+            partial_output, partial_lse, group_name, options, seq_lens, query_start_loc
+        )
+    scatter, is_base_e = options.scatter, options.is_lse_base_on_e
     lengths = _lengths(seq_lens, query_start_loc, partial_output.device)
-    parts = _parts(partial_output, scatter, split_sizes, size)
+    parts = _parts(partial_output, scatter, options.split_sizes, size)
     sent = _pack(partial_output, partial_lse, lengths, scatter == "tokens", parts)
     mine = parts[rank if len(parts) > 1 else 0]
     received = sent.new_empty(size * mine.nbytes)
@@ -107,13 +99,13 @@ def packed_all_to_all(
             received, sent, [mine.nbytes] * size, [part.nbytes for part in parts],
             group=group,
         )  # fmt: skip
-    own_lse = return_lse and (scatter == "none" or not full_lse)
+    own_lse = options.return_lse and (scatter == "none" or not options.full_lse)
     output, lse = _merge(
-        received, mine, partial_output.dtype, size, is_lse_base_on_e,
-        output_dtype or partial_output.dtype, own_lse,
+        received, mine, partial_output.dtype, size, is_base_e,
+        options.output_dtype or partial_output.dtype, own_lse,
     )  # fmt: skip
-    if return_lse and not own_lse:
-        lse = _full_lse(partial_output, partial_lse, lengths, group, is_lse_base_on_e)
+    if options.return_lse and not own_lse:
+        lse = _full_lse(partial_output, partial_lse, lengths, group, is_base_e)
     if lse is None:
         lse = output.new_empty((0,), dtype=torch.float32)
     return output, lse
@@ -123,10 +115,7 @@ def corrected_reduce(
     partial_output: Tensor,
     partial_lse: Tensor,
     group_name: str,
-    *,
-    scatter: str = "heads",
-    is_lse_base_on_e: bool = True,
-    return_lse: bool = False,
+    options: MergeOptions = DEFAULT_MERGE,
     seq_lens: Tensor | None = None,
     query_start_loc: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -142,8 +131,14 @@ def corrected_reduce(
     group = groups.resolve(group_name)
     size = group.size()
     geometry.check_a2a_lse_reduce(
-        partial_output, partial_lse, scatter, (), seq_lens, query_start_loc, size
+        partial_output, partial_lse, options, seq_lens, query_start_loc, size
     )
+    if options.split_sizes or options.output_dtype not in (None, partial_output.dtype):
+        raise ValueError(
+            "corrected_reduce: expected even parts in the dtype of the partials, got "
+            f"{options}"
+        )
+    scatter = options.scatter
     kernels = _kernels(partial_output)
     if kernels is None:
         raise ValueError("corrected_reduce: expected CUDA tensors and Triton")
@@ -151,9 +146,9 @@ def corrected_reduce(
     gathered = _gather_lses(partial_output, partial_lse, lengths, group)
     weighted, lse = kernels.weigh(
         partial_output, gathered, group.rank(), 1 if scatter == "none" else size,
-        scatter == "tokens", is_lse_base_on_e, return_lse,
+        scatter == "tokens", options.is_lse_base_on_e, options.return_lse,
     )  # fmt: skip
-    shape = geometry.scattered_shape(partial_lse, scatter, (), size, group.rank())
+    shape = options.shape(partial_lse, size, group.rank())
     if scatter == "none":
         output = weighted
         dist.all_reduce(output, group=group)

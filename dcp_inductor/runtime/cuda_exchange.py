@@ -7,7 +7,6 @@ is refused by its shapes and dtypes alone, hence alike on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from dcp_inductor import capability, config, geometry
 from dcp_inductor.capability import Refusal
+from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import cuda_launch_ops, cuda_layout, cuda_registry
 from dcp_inductor.runtime.cuda_gather import (
     agree_on_no_rows,
@@ -55,16 +55,10 @@ class _CombinePlan:
 
 
 def a2a_lse_reduce(
-    group_name: str,
     partial_output: Tensor,
     partial_lse: Tensor,
-    *,
-    scatter: str,
-    split_sizes: Sequence[int],
-    is_lse_base_on_e: bool,
-    return_lse: bool,
-    full_lse: bool,
-    output_dtype: torch.dtype | None,
+    group_name: str,
+    options: MergeOptions,
     seq_lens: Tensor | None,
     query_start_loc: Tensor | None,
     site: str,
@@ -77,21 +71,16 @@ def a2a_lse_reduce(
     workspace.refuse_unfinished("a2a_lse_reduce")
     key = (
         tuple(partial_output.shape), partial_output.dtype, tuple(partial_lse.shape),
-        partial_lse.dtype, scatter, tuple(split_sizes), is_lse_base_on_e, return_lse,
-        full_lse, output_dtype, seq_lens is None, query_start_loc is None, site,
+        partial_lse.dtype, options, seq_lens is None, query_start_loc is None, site,
         config.max_tokens, *table_settings(),
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
         geometry.check_a2a_lse_reduce(
-            partial_output, partial_lse, scatter, split_sizes, seq_lens,
-            query_start_loc, workspace.memory.world_size,
+            partial_output, partial_lse, options, seq_lens, query_start_loc,
+            workspace.memory.world_size,
         )  # fmt: skip
-        plan = _plan_combine(
-            workspace, partial_output, partial_lse, scatter, tuple(split_sizes),
-            is_lse_base_on_e, return_lse, full_lse,
-            output_dtype or partial_output.dtype, site,
-        )  # fmt: skip
+        plan = _plan_combine(workspace, partial_output, partial_lse, options, site)
         if isinstance(plan, Refusal):
             return plan
         workspace.plans[key] = plan
@@ -102,7 +91,7 @@ def a2a_lse_reduce(
         aligned_rows(partial_output), partial_lse,
         _as_lengths(seq_lens, output.device),
         _as_lengths(query_start_loc, output.device),
-        output, lse if return_lse else None, full_lse, plan.table,
+        output, lse if options.return_lse else None, options.full_lse, plan.table,
     )  # fmt: skip
     workspace.view_unmerged = False
     return output, lse
@@ -118,30 +107,19 @@ def _plan_combine(
     workspace: Workspace,
     partial_output: Tensor,
     partial_lse: Tensor,
-    scatter: str,
-    split_sizes: tuple[int, ...],
-    is_lse_base_on_e: bool,
-    return_lse: bool,
-    full_lse: bool,
-    output_dtype: torch.dtype,
+    options: MergeOptions,
     site: str,
 ) -> _CombinePlan | Refusal:
     num_tokens, heads, head_dim = partial_output.shape
-    options = [f"scatter={scatter}", f"base={'e' if is_lse_base_on_e else '2'}"]
-    options += [f"split_sizes={list(split_sizes)}"] if split_sizes else []
-    if return_lse:
-        options += ["full_lse" if full_lse else "lse"]
-    if output_dtype != partial_output.dtype:
-        options += [f"output={dtype_name(output_dtype)}"]
+    payload, scatter = partial_output.dtype, options.scatter
+    output_dtype = options.output_dtype or payload
     call = Signature(
-        "a2a_lse_reduce", (num_tokens, heads, head_dim),
-        dtype_name(partial_output.dtype), " ".join(options), "", site,
+        "a2a_lse_reduce", (num_tokens, heads, head_dim), dtype_name(payload),
+        options.words(payload), "", site,
     )  # fmt: skip
     row_bytes = head_dim * partial_output.element_size()
     refusal = (
-        capability.combine_refusal(
-            partial_output.dtype, partial_lse.dtype, output_dtype
-        )
+        capability.combine_refusal(payload, partial_lse.dtype, output_dtype)
         or capability.rows_refusal(num_tokens, config.max_tokens)
         or row_refusal(row_bytes)
         or size_refusal(num_tokens * heads * -(-row_bytes // _UNIT_BYTES), _UNIT_BYTES)
@@ -152,8 +130,8 @@ def _plan_combine(
     kernel = cuda_layout.combine_kernel(num_tokens * heads * row_bytes)
     if scatter == "none":
         splits = [0] * memory.world_size
-    elif split_sizes:
-        splits = list(split_sizes)
+    elif options.split_sizes:
+        splits = list(options.split_sizes)
     else:
         total = heads if scatter == "heads" else num_tokens
         splits = [total // memory.world_size] * memory.world_size
@@ -162,20 +140,21 @@ def _plan_combine(
     if kernel == cuda_layout.MARKED:
         tokens = min(tokens, cuda_layout.MARKED_BYTES // (heads * row_bytes))
     rows = tokens * (max(splits) if scatter == "heads" else heads)
-    if scatter == "tokens" and not split_sizes:
+    if scatter == "tokens" and not options.split_sizes:
         rows = -(-tokens // memory.world_size) * heads
     layout = cuda_layout.combine_arena(
         kernel, memory.world_size, rows, row_bytes,
-        config.max_tokens * heads if return_lse and full_lse else 0,
+        config.max_tokens * heads if options.return_lse and options.full_lse else 0,
     )  # fmt: skip
-    words = cuda_layout.combine_words(kernel, scatter, is_lse_base_on_e, splits, layout)
+    words = cuda_layout.combine_words(
+        kernel, scatter, options.is_lse_base_on_e, splits, layout
+    )
     table = launch_table(workspace, layout, call, words)
     if isinstance(table, Refusal):
         return table
-    shape = geometry.scattered_shape(
-        partial_lse, scatter, split_sizes, memory.world_size, memory.rank
-    )
-    lse_shape: tuple[int, ...] = (0,)
-    if return_lse:
-        lse_shape = (num_tokens, heads) if full_lse else shape
-    return _CombinePlan(table, (*shape, head_dim), lse_shape, output_dtype)
+    size, rank = memory.world_size, memory.rank
+    shape = options.shape(partial_lse, size, rank)
+    return _CombinePlan(
+        table, (*shape, head_dim), options.lse_shape(partial_lse, size, rank),
+        output_dtype,
+    )  # fmt: skip

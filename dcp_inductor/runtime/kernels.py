@@ -6,15 +6,14 @@ the configuration, and the call's shapes and dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dcp_inductor import config, geometry, groups, reference
 from dcp_inductor.capability import Refusal
+from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import (
     collective_combine,
     cuda_exchange,
@@ -128,16 +127,10 @@ def a2a_lse_reduce(
     partial_output: Tensor,
     partial_lse: Tensor,
     group_name: str,
-    *,
-    scatter: str = "heads",
-    split_sizes: Sequence[int] = (),
-    is_lse_base_on_e: bool = True,
-    return_lse: bool = False,
-    full_lse: bool = False,
-    output_dtype: torch.dtype | None = None,
-    seq_lens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    site: str = "",
+    options: MergeOptions,
+    seq_lens: Tensor | None,
+    query_start_loc: Tensor | None,
+    site: str,
 ) -> tuple[Tensor, Tensor]:
     """Merged output and LSE of ``[T, H, D]`` and ``[T, H]`` of every rank.
 
@@ -150,38 +143,24 @@ def a2a_lse_reduce(
         _agree_on_no_rows(
             "a2a_lse_reduce", "direct_combine", partial_output, group_name, site
         )
-        return _no_rows(
-            partial_output, partial_lse, group_name, scatter, split_sizes,
-            return_lse, full_lse, output_dtype,
-        )  # fmt: skip
-    options: dict[str, Any] = {
-        "scatter": scatter,
-        "split_sizes": split_sizes,
-        "is_lse_base_on_e": is_lse_base_on_e,
-        "return_lse": return_lse,
-        "full_lse": full_lse,
-        "output_dtype": output_dtype,
-        "seq_lens": seq_lens,
-        "query_start_loc": query_start_loc,
-    }
+        return _no_rows(partial_output, partial_lse, group_name, options)
     mode = config.read("direct_combine")
+    arguments = partial_output, partial_lse, group_name, options
     if mode != "disable":
         direct = _direct(partial_output)
         result = (
             direct
             if isinstance(direct, Refusal)
-            else direct.a2a_lse_reduce(
-                group_name, partial_output, partial_lse, **options, site=site
-            )
+            else direct.a2a_lse_reduce(*arguments, seq_lens, query_start_loc, site)
         )
         if not isinstance(result, Refusal):
             return result
         fallback.take("a2a_lse_reduce", "direct_combine", mode, group_name, result)
     if partial_output.is_cuda:
         return collective_combine.packed_all_to_all(
-            partial_output, partial_lse, group_name, **options
+            *arguments, seq_lens, query_start_loc
         )
-    return reference.a2a_lse_reduce(partial_output, partial_lse, group_name, **options)
+    return reference.a2a_lse_reduce(*arguments, seq_lens, query_start_loc)
 
 
 def _agree_on_no_rows(
@@ -213,28 +192,19 @@ def _refuse_autograd(op: str) -> None:
 
 
 def _no_rows(
-    partial_output: Tensor,
-    partial_lse: Tensor,
-    group_name: str,
-    scatter: str,
-    split_sizes: Sequence[int],
-    return_lse: bool,
-    full_lse: bool,
-    output_dtype: torch.dtype | None,
+    partial_output: Tensor, partial_lse: Tensor, group_name: str, options: MergeOptions
 ) -> tuple[Tensor, Tensor]:
     """The result of a call without rows."""
     group = groups.resolve(group_name)
+    size, rank = group.size(), group.rank()
     geometry.check_a2a_lse_reduce(
-        partial_output, partial_lse, scatter, split_sizes, None, None, group.size(),
-        output_dtype,
-    )  # fmt: skip
-    shape = geometry.scattered_shape(
-        partial_lse, scatter, split_sizes, group.size(), group.rank()
+        partial_output, partial_lse, options, None, None, size
     )
     output = partial_output.new_empty(
-        (*shape, partial_output.shape[2]), dtype=output_dtype or partial_output.dtype
+        (*options.shape(partial_lse, size, rank), partial_output.shape[2]),
+        dtype=options.output_dtype or partial_output.dtype,
     )
-    lse_shape = (
-        (0,) if not return_lse else tuple(partial_lse.shape) if full_lse else shape
+    lse = partial_lse.new_empty(
+        options.lse_shape(partial_lse, size, rank), dtype=torch.float32
     )
-    return output, partial_lse.new_empty(lse_shape, dtype=torch.float32)
+    return output, lse

@@ -10,7 +10,6 @@ collective as an exchange.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from dcp_inductor import capability, config, geometry, launch_ops
 from dcp_inductor.capability import Refusal
+from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import layout, registry
 from dcp_inductor.runtime.signature import Signature
 from dcp_inductor.runtime.workspace import Workspace, as_tensor
@@ -161,16 +161,10 @@ def _gather(
 
 
 def a2a_lse_reduce(
-    group_name: str,
     partial_output: Tensor,
     partial_lse: Tensor,
-    *,
-    scatter: str,
-    split_sizes: Sequence[int],
-    is_lse_base_on_e: bool,
-    return_lse: bool,
-    full_lse: bool,
-    output_dtype: torch.dtype | None,
+    group_name: str,
+    options: MergeOptions,
     seq_lens: Tensor | None,
     query_start_loc: Tensor | None,
     site: str,
@@ -181,20 +175,15 @@ def a2a_lse_reduce(
         return workspace
     key = (
         partial_output.shape, partial_output.dtype, partial_lse.shape,
-        partial_lse.dtype, scatter, tuple(split_sizes), is_lse_base_on_e, return_lse,
-        full_lse, output_dtype, seq_lens is None, query_start_loc is None, site,
+        partial_lse.dtype, options, seq_lens is None, query_start_loc is None, site,
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
         geometry.check_a2a_lse_reduce(
-            partial_output, partial_lse, scatter, split_sizes, seq_lens,
-            query_start_loc, workspace.world_size, output_dtype,
+            partial_output, partial_lse, options, seq_lens, query_start_loc,
+            workspace.world_size,
         )  # fmt: skip
-        plan = _plan_combine(
-            workspace, partial_output, partial_lse, scatter, tuple(split_sizes),
-            is_lse_base_on_e, return_lse, full_lse,
-            output_dtype or partial_output.dtype, site,
-        )  # fmt: skip
+        plan = _plan_combine(workspace, partial_output, partial_lse, options, site)
         if isinstance(plan, Refusal):
             return plan
         workspace.plans[key] = plan
@@ -205,9 +194,9 @@ def a2a_lse_reduce(
     lengths = _as_lengths(seq_lens)
     starts = _as_lengths(query_start_loc)
     arguments = (
-        source, partial_lse, lengths, starts, output, lse if return_lse else None,
-        plan.table, plan.signature, plan.part, scatter == "none", is_lse_base_on_e,
-        full_lse,
+        source, partial_lse, lengths, starts, output,
+        lse if options.return_lse else None, plan.table, plan.signature, plan.part,
+        options.scatter == "none", options.is_lse_base_on_e, options.full_lse,
     )  # fmt: skip
     workspace.run(
         launch_ops.shm_a2a_lse_reduce, arguments, "a2a_lse_reduce", site,
@@ -220,29 +209,19 @@ def _plan_combine(
     workspace: Workspace,
     partial_output: Tensor,
     partial_lse: Tensor,
-    scatter: str,
-    split_sizes: tuple[int, ...],
-    is_lse_base_on_e: bool,
-    return_lse: bool,
-    full_lse: bool,
-    output_dtype: torch.dtype,
+    options: MergeOptions,
     site: str,
 ) -> _CombinePlan | Refusal:
     max_tokens = config.max_tokens
     num_tokens, heads, head_dim = partial_output.shape
-    options = [f"scatter={scatter}", f"base={'e' if is_lse_base_on_e else '2'}"]
-    if split_sizes:
-        options.append(f"split_sizes={list(split_sizes)}")
-    if return_lse:
-        options.append("full_lse" if full_lse else "lse")
-    if output_dtype != partial_output.dtype:
-        options.append(f"output={_name(output_dtype)}")
+    payload = partial_output.dtype
+    output_dtype = options.output_dtype or payload
     call = Signature(
-        "a2a_lse_reduce", (num_tokens, heads, head_dim), _name(partial_output.dtype),
-        " ".join(options), "", site,
+        "a2a_lse_reduce", (num_tokens, heads, head_dim), _name(payload),
+        options.words(payload), "", site,
     )  # fmt: skip
     refusal = capability.combine_refusal(
-        partial_output.dtype, partial_lse.dtype, output_dtype
+        payload, partial_lse.dtype, output_dtype
     ) or capability.rows_refusal(num_tokens, max_tokens)
     if refusal:
         return _refused(workspace, call, refusal)
@@ -252,21 +231,18 @@ def _plan_combine(
     )
     if isinstance(table, Refusal):
         return _refused(workspace, call, table)
-    my_tokens, my_heads = geometry.scattered_shape(
-        partial_lse, scatter, split_sizes, workspace.world_size, workspace.rank
-    )
+    size, rank = workspace.world_size, workspace.rank
+    my_tokens, my_heads = options.shape(partial_lse, size, rank)
+    splits = options.split_sizes
     part = [0, num_tokens, 0, heads]
-    first = sum(split_sizes[: workspace.rank]) if split_sizes else None
-    if scatter == "heads":
-        start = workspace.rank * my_heads if first is None else first
+    first = sum(splits[:rank]) if splits else None
+    if options.scatter == "heads":
+        start = rank * my_heads if first is None else first
         part[2:] = [start, start + my_heads]
-    elif scatter == "tokens":
-        start = workspace.rank * my_tokens if first is None else first
+    elif options.scatter == "tokens":
+        start = rank * my_tokens if first is None else first
         part[:2] = [start, start + my_tokens]
-    lse_shape: tuple[int, ...] = (0,)
-    if return_lse:
-        lse_shape = (num_tokens, heads) if full_lse else (my_tokens, my_heads)
     return _CombinePlan(
-        table, as_tensor(call.pack()), (my_tokens, my_heads, head_dim), lse_shape,
-        output_dtype, part,
+        table, as_tensor(call.pack()), (my_tokens, my_heads, head_dim),
+        options.lse_shape(partial_lse, size, rank), output_dtype, part,
     )  # fmt: skip

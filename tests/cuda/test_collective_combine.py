@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_inductor import config, ops, reference
+from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import collective_combine
 from tests.cuda import worlds
 from tests.cuda.test_exchange import close, oracle, with_empty_shards
@@ -46,29 +47,23 @@ def cases(rank: int, size: int, nccl: bool) -> None:
             sizes[-1] = (total if scatter == "heads" else tokens) - sum(sizes[:-1])
         # Heads outside, as attention kernels leave them.
         strided = outputs[rank].transpose(0, 1).contiguous().transpose(0, 1)
-        got, lse = collective_combine.packed_all_to_all(
-            strided, lses[rank], name, scatter=scatter,
-            split_sizes=sizes if uneven else [], is_lse_base_on_e=base_e,
-            return_lse=True, output_dtype=to,
-        )  # fmt: skip
+        options = MergeOptions(
+            scatter, tuple(sizes) if uneven else (), base_e, True, False, to
+        )
+        arguments = strided, lses[rank], name
+        got, lse = collective_combine.packed_all_to_all(*arguments, options)
         exact, exact_lse = oracle(
             outputs, lses, scatter, sizes if uneven else None, rank, base_e
         )
         close(got, exact, to or dtype)
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
         whole = oracle(outputs, lses, "none", None, rank, base_e)[1]
-        full = collective_combine.packed_all_to_all(
-            strided, lses[rank], name, scatter=scatter,
-            split_sizes=sizes if uneven else [], is_lse_base_on_e=base_e,
-            return_lse=True, full_lse=True,
-        )[1]  # fmt: skip
+        options = options._replace(full_lse=True, output_dtype=None)
+        full = collective_combine.packed_all_to_all(*arguments, options)[1]
         torch.testing.assert_close(full.double(), whole, rtol=1e-5, atol=1e-4)
         # gloo adds neither bf16 on GPUs nor scatters; NCCL does.
         if nccl and not uneven:
-            got, full = collective_combine.corrected_reduce(
-                strided, lses[rank], name, scatter=scatter, is_lse_base_on_e=base_e,
-                return_lse=True,
-            )  # fmt: skip
+            got, full = collective_combine.corrected_reduce(*arguments, options)
             bound = 2 * size * torch.finfo(dtype).eps
             torch.testing.assert_close(got.double(), exact, rtol=bound, atol=bound)
             torch.testing.assert_close(full.double(), whole, rtol=1e-5, atol=1e-4)
@@ -82,11 +77,11 @@ def masks(rank: int, size: int, nccl: bool) -> None:
     lengths = (torch.arange(sequences, device="cuda") % (rank + 2)).int()
     starts = torch.arange(sequences + 1, device="cuda", dtype=torch.int64)
     starts[150:] += 1  # one sequence of two rows, and padding behind
-    options = {"return_lse": True, "seq_lens": lengths, "query_start_loc": starts}
-    got = collective_combine.packed_all_to_all(
-        outputs[rank], lses[rank], name, **options
-    )
-    wanted = reference.a2a_lse_reduce(outputs[rank], lses[rank], name, **options)
+    arguments = (
+        outputs[rank], lses[rank], name, MergeOptions(return_lse=True), lengths, starts,
+    )  # fmt: skip
+    got = collective_combine.packed_all_to_all(*arguments)
+    wanted = reference.a2a_lse_reduce(*arguments)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert not got[0][-9:].any()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dcp_inductor import reference
+from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import collective_combine
 from tests.support import group_name, world
 
@@ -63,16 +64,13 @@ def compare(rank: int, size: int, exact: bool) -> None:
         strided = wide.transpose(1, 2)[..., ::2].copy_(outputs[rank])
         lengths = torch.tensor([0, 2, 1, 0, 3]) if rank else torch.tensor([1] * 5)
         starts = torch.tensor([0, 1, 2, 2, 3, max(tokens - 1, 3)])
-        for mask in ({}, {"seq_lens": lengths, "query_start_loc": starts}):
-            options = {
-                "scatter": scatter, "split_sizes": sizes, "is_lse_base_on_e": base_e,
-                "return_lse": True, "full_lse": full, "output_dtype": to, **mask,
-            }  # fmt: skip
+        options = MergeOptions(scatter, tuple(sizes), base_e, True, full, to)
+        for mask in ((None, None), (lengths, starts)):
             wanted = reference.a2a_lse_reduce(
-                outputs[rank], lses[rank], name, **options
+                outputs[rank], lses[rank], name, options, *mask
             )
             got = collective_combine.packed_all_to_all(
-                strided, lses[rank], name, **options
+                strided, lses[rank], name, options, *mask
             )
             tolerance = 0.0 if exact else 2 * torch.finfo(wanted[0].dtype).eps
             for one, other in zip(got, wanted, strict=True):
@@ -94,14 +92,10 @@ def corrected(
 ) -> None:
     """The second spelling, which rounds every rank's share in the partials' dtype."""
     outputs = outputs.float()
-    wanted = reference.a2a_lse_reduce(
-        outputs[rank], lses[rank], name, scatter=scatter, is_lse_base_on_e=base_e,
-        return_lse=True, full_lse=True,
-    )  # fmt: skip
-    got = collective_combine.corrected_reduce(
-        outputs[rank], lses[rank], name, scatter=scatter, is_lse_base_on_e=base_e,
-        return_lse=True,
-    )  # fmt: skip
+    options = MergeOptions(scatter, (), base_e, return_lse=True, full_lse=True)
+    arguments = outputs[rank], lses[rank], name, options
+    wanted = reference.a2a_lse_reduce(*arguments)
+    got = collective_combine.corrected_reduce(*arguments)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dcp_inductor import geometry, ops, reference
+from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import registry
 from tests.support import fallbacks, group_name, world
 
@@ -93,18 +94,16 @@ def combine_all_options(
             exact, exact_lse = oracle(outputs, lses, base_e)
             for sizes in (even, uneven) if scatter != "none" else (even,):
                 for full_lse in (False, True):
-                    options = {
-                        "scatter": scatter,
-                        "split_sizes": [] if sizes == even else sizes,
-                        "is_lse_base_on_e": base_e,
-                        "return_lse": True,
-                        "full_lse": full_lse,
-                    }
+                    options = MergeOptions(
+                        scatter, () if sizes == even else tuple(sizes), base_e, True,
+                        full_lse,
+                    )  # fmt: skip
                     got, got_lse, token = ops.a2a_lse_reduce(
-                        outputs[rank], lses[rank], TOKEN, group_name(), **options
-                    )
+                        outputs[rank], lses[rank], TOKEN, group_name(),
+                        **options._asdict(),
+                    )  # fmt: skip
                     plain, plain_lse = reference.a2a_lse_reduce(
-                        outputs[rank], lses[rank], group_name(), **options
+                        outputs[rank], lses[rank], group_name(), options
                     )
                     mine = part_of(exact, scatter, sizes, rank)
                     assert got.shape == mine.shape

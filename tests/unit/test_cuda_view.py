@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dcp_inductor import config
 from dcp_inductor.capability import Refusal
+from dcp_inductor.geometry import DEFAULT_MERGE
 from dcp_inductor.runtime import (
     cuda_exchange,
     cuda_gather,
@@ -54,10 +55,8 @@ def merge(workspace: Workspace, dtype: torch.dtype = torch.bfloat16) -> None:
     partial = torch.empty(64, 128, 512, device="meta", dtype=dtype)
     lse = torch.empty(64, 128, device="meta")
     got = cuda_exchange.a2a_lse_reduce(
-        "g", partial, lse, scatter="heads", split_sizes=(), is_lse_base_on_e=True,
-        return_lse=False, full_lse=False, output_dtype=None, seq_lens=None,
-        query_start_loc=None, site="another",
-    )  # fmt: skip
+        partial, lse, "g", DEFAULT_MERGE, None, None, "another"
+    )
     assert isinstance(got, Refusal) is (dtype == torch.float64)
 
 
