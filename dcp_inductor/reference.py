@@ -196,8 +196,8 @@ def _scatter(
 def _wait(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     """Wait no longer than for a direct exchange, where it is the host that waits.
 
-    On GPUs it is the stream, so their collectives leave no ``work``: a handle to wait on
-    costs some 3 us.
+    On GPUs it is the stream, so their collectives leave no ``work``: a handle to wait
+    on costs some 3 us.
 
     Raises:
         DCPTimeoutError: a rank did not come to the collective.
