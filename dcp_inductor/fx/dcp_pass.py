@@ -84,7 +84,8 @@ class DcpPass(InferenceAwarePass):
         summary = report.GraphReport(num_nodes=len(graph.nodes))
         run = _Run(graph, is_inference, summary)
         assemblies = take_apart(graph)
-        run.stage(find_merges(graph))
+        unread = {node for assembly in assemblies for node in assembly.unread}
+        run.stage(find_merges(graph, unread))
         put_back(graph, assemblies)
         if is_inference:
             split_coalesced_gathers(graph)

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._sympy.functions import FloorDiv
 
 from dcp_inductor.fx.nodes import (
     copy_origin,
@@ -87,6 +88,7 @@ class Emitter:
         self, node: Node, sizes: Sequence[int | torch.SymInt]
     ) -> list[Size]:
         known = {size_name(size): dim for dim, size in enumerate(_val(node).shape)}
+        sizes = [_plain(size, _val(node).shape) for size in sizes]
         arguments: list[Size] = []
         inferred = 0
         symbolic = [size for size in sizes if not size_name(size).isdigit()]
@@ -120,6 +122,21 @@ class Emitter:
                 _aten.clone.default, node, memory_format=torch.contiguous_format
             )
         return node
+
+
+def _plain(size: int | torch.SymInt, known: torch.Size) -> int | torch.SymInt:
+    """The size as a number where that follows from a division of a known size, which
+    comes out even: s // (s // 10) is 10.
+    """
+    even = {
+        division.args[0]: division.args[1]
+        * sympy.Symbol("k", positive=True, integer=True)
+        for other in known
+        for division in expression(other).atoms(FloorDiv)
+        if division.args[0].is_Symbol and division.args[1].is_Integer
+    }
+    plain = expression(size).xreplace(even)
+    return int(plain) if plain.is_Integer else size
 
 
 def _is_contiguous(tensor: Tensor) -> bool:

@@ -56,6 +56,8 @@ def _partial_outputs(index: GraphIndex, collective: Collective) -> Iterator[Node
         node = queue.pop(0)
         if node in seen or node in index.constants or not isinstance(node, Node):
             continue
+        if node in index.unread:
+            continue
         seen.add(node)
         for candidate in reversed(_same_elements(node)):
             value = tensor_val(candidate)
@@ -111,7 +113,7 @@ def _joins(
         met = [
             s
             for s in index.inputs(node)
-            if s not in reached and s not in index.constants
+            if not (s in reached or s in index.constants or s in index.unread)
         ]
         if met:
             joins += 1
@@ -175,9 +177,13 @@ def _statistics(
             ),
         )
         frontier.discard(latest)
-        for source in index.inputs(latest):
-            if source not in reached and source not in index.constants:
-                frontier.add(source)
+        frontier.update(
+            source
+            for source in index.inputs(latest)
+            if not (
+                source in reached or source in index.constants or source in index.unread
+            )
+        )
 
 
 def _ends_statistics(

@@ -8,21 +8,27 @@ took is as it was once ``put_back`` has run.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
+from dcp_inductor.fx.apart import (
+    behind,
+    behind_collectives,
+    is_leaf,
+    place_of,
+    split_read_part,
+    split_rows,
+    swap,
+    turn_sign,
+)
 from dcp_inductor.fx.axes import statistic_axes
-from dcp_inductor.fx.collectives import as_collective, is_wait
+from dcp_inductor.fx.collectives import as_collective
 from dcp_inductor.fx.emit import Emitter
-from dcp_inductor.fx.nodes import argument, is_number, is_pure, shape_key, tensor_val
-from dcp_inductor.fx.region import is_contraction
+from dcp_inductor.fx.nodes import argument, shape_key, tensor_val
 
 _aten = torch.ops.aten
-_MAX_FORWARD = 24  # nodes from a leaf to the collective that sends it
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,19 @@ class Assembly:
 
     leaf: Node
     made: Node
+    unread: tuple[Node, ...] = ()  # parts that no merge may look at
 
 
 def take_apart(graph: Graph) -> list[Assembly]:
     """Replace leaves that hold several things by tensors made of their parts."""
-    leaves = [node for node in graph.nodes if _is_leaf(node) and _reaches(node)]
-    made_of: dict[Node, Node] = {}
+    leaves = [node for node in graph.nodes if is_leaf(node) and _reaches(node)]
+    made_of = split_rows(graph, leaves)
+    leaves = [node for node in leaves if _dim(node) > 1]
     # One tensor of each shape: layers repeat them, and only shapes are asked about.
     shapes = {_shape(node): node for node in leaves}
+    for split in made_of.values():
+        shapes |= {_shape(node): node for node in split.all_input_nodes}
+    made: Node | None
     for take in (_flat, _pair, _with_column):
         for leaf in leaves:
             if leaf in made_of:
@@ -48,7 +59,27 @@ def take_apart(graph: Graph) -> list[Assembly]:
             if made is not None:
                 made_of[leaf] = made
                 shapes |= {_shape(node): node for node in made.all_input_nodes}
-    return [Assembly(leaf, made) for leaf, made in made_of.items()]
+    unread: dict[Node, list[Node]] = {}
+    by_shape: dict[tuple[str, ...], list[Node]] = {}
+    for leaf in leaves:
+        by_shape.setdefault(_shape(leaf), []).append(leaf)
+    for shape, alike in by_shape.items():
+        # Layers repeat shapes; of its own shape a leaf needs another one.
+        around = {s: n[0] for s, n in by_shape.items() if s != shape or len(n) > 1}
+        for leaf in alike:
+            if leaf in made_of:
+                continue
+            parted = split_read_part(graph, leaf, around)
+            if parted is not None:
+                made_of[leaf], unread[leaf] = parted
+                continue
+            turned = turn_sign(graph, leaf, around)
+            if turned is not None:
+                made_of[leaf] = turned
+    return [
+        Assembly(leaf, made, tuple(unread.get(leaf, ())))
+        for leaf, made in made_of.items()
+    ]
 
 
 def put_back(graph: Graph, assemblies: list[Assembly]) -> None:
@@ -66,65 +97,18 @@ def put_back(graph: Graph, assemblies: list[Assembly]) -> None:
                 alive.remove(node)
 
 
+def _dim(node: Node) -> int:
+    return len(_shape(node))
+
+
 def _shape(node: Node) -> tuple[str, ...]:
     value = tensor_val(node)
     assert value is not None
     return shape_key(value.shape)
 
 
-def _is_leaf(node: Node) -> bool:
-    """Whether a merge may start at the node because nothing is opened behind it."""
-    value = tensor_val(node)
-    if value is None or not value.dtype.is_floating_point or value.dim() < 2:
-        return False
-    if node.op == "placeholder":
-        return True
-    if node.op != "call_function" or as_collective(node) is not None or is_wait(node):
-        return False
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, Node) and _is_opaque(source)
-    return _is_opaque(node)
-
-
-def _is_opaque(node: Node) -> bool:
-    if as_collective(node) is not None or is_wait(node):
-        return False
-    return not is_pure(node) or is_contraction(node)
-
-
-def _behind(leaf: Node) -> Iterator[Node]:
-    """Plain tensor code and collectives behind the leaf, nearest first."""
-    queue, seen = list(leaf.users), set(leaf.users)
-    for _ in range(_MAX_FORWARD):
-        if not queue:
-            return
-        node = queue.pop(0)
-        yield node
-        if as_collective(node) is not None or _is_opaque(node) or is_number(node):
-            continue
-        for user in node.users:
-            if user not in seen:
-                seen.add(user)
-                queue.append(user)
-
-
 def _reaches(leaf: Node) -> bool:
-    return any(as_collective(node) is not None for node in _behind(leaf))
-
-
-def _swap(leaf: Node, made: Node, own: list[Node]) -> Node:
-    """Let the leaf's users read ``made``, but for the nodes that it is made by."""
-    leaf.replace_all_uses_with(made, delete_user_cb=lambda user: user not in own)
-    return made
-
-
-def _place(leaf: Node) -> Node:
-    """The node after which something may be made of the leaf."""
-    place = leaf
-    while place.next.op == "placeholder":
-        place = place.next
-    return place
+    return any(as_collective(node) is not None for node in behind(leaf))
 
 
 def _pair(graph: Graph, leaf: Node, others: list[Node]) -> Node | None:
@@ -136,11 +120,11 @@ def _pair(graph: Graph, leaf: Node, others: list[Node]) -> Node | None:
         rest = shape[:dim] + shape[dim + 1 :]
         if shape[dim] != "2" or not any(_has_rows(other, rest) for other in others):
             continue
-        with graph.inserting_before(_place(leaf).next):
+        with graph.inserting_before(place_of(leaf).next):
             emitter = Emitter(graph, leaf)
             parts = [emitter.call(_aten.select.int, leaf, dim, i) for i in (0, 1)]
             made = emitter.call(_aten.stack.default, parts, dim)
-        return _swap(leaf, made, emitter.created)
+        return swap(leaf, made, emitter.created)
     return None
 
 
@@ -158,24 +142,15 @@ def _with_column(graph: Graph, leaf: Node, others: list[Node]) -> Node | None:
     width = value.shape[-1]
     if value.dim() < 3 or not isinstance(width, int) or width < 3:
         return None
-    if not any(_cuts_column(node, width) for node in _behind_collectives(leaf)):
+    if not any(_cuts_column(node, width) for node in behind_collectives(leaf)):
         return None
-    with graph.inserting_before(_place(leaf).next):
+    with graph.inserting_before(place_of(leaf).next):
         emitter = Emitter(graph, leaf)
         rows = emitter.call(_aten.slice.Tensor, leaf, -1, 0, width - 1)
         column = emitter.call(_aten.select.int, leaf, -1, width - 1)
         column = emitter.call(_aten.unsqueeze.default, column, -1)
         made = emitter.call(_aten.cat.default, [rows, column], -1)
-    return _swap(leaf, made, emitter.created)
-
-
-def _behind_collectives(leaf: Node) -> Iterator[Node]:
-    """The same as :func:`_behind`, and on through the collectives."""
-    for node in _behind(leaf):
-        yield node
-        if as_collective(node) is not None:
-            for wait in node.users:
-                yield from _behind(wait)
+    return swap(leaf, made, emitter.created)
 
 
 def _cuts_column(node: Node, width: int) -> bool:
@@ -224,11 +199,11 @@ def _flat(graph: Graph, leaf: Node, others: list[Node]) -> Node | None:
             continue
         if heads < 2 or width % heads or width // heads < 2:
             continue
-        with graph.inserting_before(_place(leaf).next):
+        with graph.inserting_before(place_of(leaf).next):
             emitter = Emitter(graph, leaf)
             apart = emitter.call(
                 _aten.reshape.default, leaf, [-1, heads, width // heads]
             )
             made = emitter.call(_aten.reshape.default, apart, [-1, width])
-        return _swap(leaf, made, emitter.created)
+        return swap(leaf, made, emitter.created)
     return None

@@ -27,7 +27,7 @@ from dcp_inductor.fx.collectives import (
     is_wait,
     simulate,
 )
-from dcp_inductor.fx.nodes import Symbols, argument, is_number, tensor_val
+from dcp_inductor.fx.nodes import Symbols, argument, carries, is_number, tensor_val
 from dcp_inductor.fx.own_rank import MOVERS
 
 _aten = torch.ops.aten
@@ -52,6 +52,10 @@ class Unsupported(Exception):
     """The region cannot be run as asked; the candidate is refused, nothing else."""
 
 
+class Looked(Unsupported):
+    """The region computes with what it was only to carry along."""
+
+
 class Lockstep:
     """Values of a region's nodes, given its leaves on all ranks.
 
@@ -66,6 +70,7 @@ class Lockstep:
         exact: compute every float in float64, so that only algebra matters.
         reading: how a peer takes an own-rank constant, one of READINGS.
         every_rank: run peers to their end, as far as this rank's sizes allow.
+        watched: what is NaN marks places that nothing may compute with.
     """
 
     def __init__(
@@ -79,8 +84,10 @@ class Lockstep:
         exact: bool,
         reading: str = "relative",
         every_rank: bool = False,
+        watched: bool = False,
     ) -> None:
         self._region = region
+        self._watched = watched
         self._every_rank = every_rank
         self.world_size = world_size
         self._rank = rank
@@ -99,6 +106,7 @@ class Lockstep:
         """Run and return this rank's values.
 
         Raises:
+            Looked: a watched region computes with NaN.
             Unsupported: some node cannot be run, with the reason.
         """
         needed = _feeds_a_collective(self._region)
@@ -143,12 +151,24 @@ class Lockstep:
             splits = [
                 self._splits(collective.node, rank) for rank in range(self.world_size)
             ]
+        if self._watched and collective.reduce_op:
+            for values in self._values:
+                self._look_at(inputs_of(collective), values)
         results = simulate(collective, sent, self.symbols, splits)
         for rank in range(self.world_size):
             value = results[rank]
             self._values[rank][collective.node] = (
                 value if collective.coalesced else value[0]
             )
+
+    def _look_at(self, sources: Sequence[Node], values: Mapping[Node, Any]) -> None:
+        """Ops that move elements put NaN to the same places whatever the numbers are,
+        so one run shows what reaches an op that computes.
+        """
+        for source in sources:
+            value = values.get(source)
+            if isinstance(value, Tensor) and bool(value.isnan().any()):
+                raise Looked(f"{source.name} holds more than the rows of the merge")
 
     def _splits(self, node: Node, peer: int) -> tuple[list[int], list[int]]:
         """Split sizes of all_to_all; one partner only means that the partner moves with
@@ -203,6 +223,8 @@ class Lockstep:
                 args = moved
         if node.target in _SOFTMAX and self._exact:
             args[2] = False
+        if self._watched and not carries(node):
+            self._look_at(node.all_input_nodes, values)
         result = target(
             *[self._resolve(value, values) for value in args],
             **{

@@ -67,9 +67,8 @@ def _parts(whole: Tensor, world_size: int, rank: int) -> Iterable[Tensor]:
 
 def _named(hypothesis: Hypothesis) -> str:
     base = "e" if hypothesis.is_base_e else "2"
-    if "lse" in hypothesis.kind:
-        sign = "a negative" if hypothesis.kind == "negative_lse" else "an"
-        return f"the merge by {sign} LSE of base {base}"
+    if hypothesis.kind == "lse":
+        return f"the merge by an LSE of base {base}"
     statistics = "the shards' weights"
     if hypothesis.kind == "max_log_sum":
         statistics = f"maximum and logarithm of the sum in base {base}"

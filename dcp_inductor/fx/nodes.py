@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.utils._sympy.functions import FloorDiv
 
 Arg = Any  # what FX allows as an argument: nodes, numbers, strings, nested lists
 
@@ -114,6 +116,20 @@ def only_moves(node: Node) -> bool:
     return node.op == "call_function" and node.target in _MOVING_OPS
 
 
+def carries(node: Node) -> bool:
+    """Whether the node moves elements, pads them, or casts each to another float."""
+    if node.op != "call_function":
+        return True
+    result = tensor_val(node)
+    if result is not None and not result.dtype.is_floating_point:
+        return False
+    return (
+        only_moves(node)
+        or node.target in _CAST_OPS
+        or node.target is torch.ops.aten.constant_pad_nd.default
+    )
+
+
 def is_widening_cast(node: Node) -> bool:
     """Whether the node only casts its input to a float type that holds it exactly."""
     if node.op != "call_function" or node.target not in _CAST_OPS:
@@ -179,6 +195,19 @@ class Symbols(dict[sympy.Symbol, int]):
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The tensor's shape in plain numbers."""
         return tuple(self.number(size) for size in tensor.shape)
+
+
+def step_of(tensors: Iterable[torch.Tensor]) -> int:
+    """A number of which symbolic sizes must be multiples for the tensors' shapes to
+    come out even.
+    """
+    step = 1
+    for tensor in tensors:
+        for size in tensor.shape:
+            for division in expression(size).atoms(FloorDiv):
+                if division.args[1].is_Integer:
+                    step = math.lcm(step, int(division.args[1]))
+    return step
 
 
 def free_symbols(nodes: Iterable[Node]) -> list[sympy.Symbol]:

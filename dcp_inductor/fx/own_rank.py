@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dcp_inductor.fx.nodes import tensor_val
+from dcp_inductor.fx.nodes import Symbols, argument, tensor_val
 
 if TYPE_CHECKING:
     from dcp_inductor.fx.lockstep import Lockstep
@@ -90,13 +90,13 @@ def _move_getitem(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
 def _move_slice(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     source = node.args[0]
     dim = run.number_argument(node, "dim") or 0
-    size = run.size(source, dim)
-    start = run.number_argument(node, "start") or 0
-    end = run.number_argument(node, "end")
-    end = size if end is None else min(end, size)
+    start, part, size = _bounds(run, node, dim, 1)
     step = run.number_argument(node, "step") or 1
-    part = end - start
     if step != 1 or part <= 0 or size != part * run.world_size or start % part:
+        return None
+    # A slice of 5 of 10 is a half by chance where it is one of T of T + 5.
+    _, larger, whole = _bounds(run, node, dim, 7)
+    if whole != larger * run.world_size:
         return None
     starts = {
         run.number_argument(user, "start") or 0
@@ -107,6 +107,20 @@ def _move_slice(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         return None
     moved = run.shift(start // part, peer) * part
     return [source, dim, moved, moved + part]
+
+
+def _bounds(run: Lockstep, node: Node, dim: int, factor: int) -> tuple[int, int, int]:
+    """Start and length of a slice and the size that it is of, where all symbols are
+    larger by a factor.
+    """
+    symbols = Symbols({symbol: n * factor for symbol, n in run.symbols.items()})
+    value = tensor_val(node.args[0])
+    assert value is not None
+    size = int(symbols.number(value.shape[dim]))
+    start = symbols.number(argument(node, "start")) or 0
+    end = symbols.number(argument(node, "end"))
+    end = size if end is None else min(end, size)
+    return start, end - start, size
 
 
 def _move_slice_scatter(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
@@ -202,8 +216,8 @@ def _moved_index(
 
 def _move_mask(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     """A constant that is zero but in one place of a dim of N: the own row's mask."""
-    for position, argument in enumerate(node.args):
-        held = run.constant(argument)
+    for position, value in enumerate(node.args):
+        held = run.constant(value)
         if held is None or held.dim() == 0 or (held.dtype is torch.bool and position):
             continue
         for dim in range(held.dim()):

@@ -20,7 +20,7 @@ from torch.fx import Node
 from dcp_inductor.fx.hypothesis import Hypothesis, families
 from dcp_inductor.fx.judge import Judge
 from dcp_inductor.fx.layout import find_layout
-from dcp_inductor.fx.lockstep import READINGS, Lockstep, Unsupported
+from dcp_inductor.fx.lockstep import READINGS, Lockstep, Looked, Unsupported
 from dcp_inductor.fx.nearest import Nearest, on_trial
 from dcp_inductor.fx.nodes import (
     Symbols,
@@ -29,6 +29,7 @@ from dcp_inductor.fx.nodes import (
     free_symbols,
     shape_key,
     size_name,
+    step_of,
     tensor_val,
 )
 from dcp_inductor.fx.proof import Exit, Proof, Refuted
@@ -68,6 +69,8 @@ def prove_merge(
     coarse = [v.dtype for v in map(tensor_val, region.nodes) if v is not None]
     if any(dtype.is_floating_point and dtype.itemsize < 2 for dtype in coarse):
         return Refuted("precision", "values are rounded to 8-bit floats on the way")
+    if region.unread and any(bits_matter(node) for node in region.nodes):
+        return Refuted("not_equivalent", "parts of a tensor are read as other numbers")
     return _Prover(region, cut, world_size, rank, weights).run()
 
 
@@ -93,8 +96,10 @@ class _Prover:
         )
         statistics = [self._value(statistic).dtype for statistic in cut.statistics]
         self.judge = Judge(world_size, self.exact, self.eps, statistics)
-        # A multiple of N where a split of a symbolic size must come out even.
-        self.stretch = 1
+        # Symbolic sizes are multiples of it, so that rows of all heads come out even;
+        # and of N, too, where a run shows that a split must.
+        self.stretch = step_of(map(self._value, cut.leaves))
+        self.stretched = False
 
     def run(self) -> Proof | Refuted:
         failure: Refuted | None = None
@@ -167,7 +172,7 @@ class _Prover:
         narrow = any(
             torch.finfo(self._value(s).dtype).max < -MARK for s in self.cut.statistics
         )
-        if self.exact and not narrow and "lse" in hypothesis.kind:
+        if self.exact and not narrow and hypothesis.kind == "lse":
             trials.append(Trial(13, True, empty="marked"))
         if self.exact:
             trials += [Trial(11, True, skewed=True, far=far) for far in FAR]
@@ -238,23 +243,37 @@ class _Prover:
                 data = Data(self.cut, hypothesis, trial, symbols, self.world_size)
                 run = Lockstep(
                     self.region.nodes,
-                    data.leaves,
+                    data.leaves | self._unread(symbols),
                     world_size=self.world_size,
                     rank=self.rank,
                     symbols=symbols,
                     exact=trial.exact,
                     reading=reading,
                     every_rank=every_rank,
+                    watched=bool(self.region.unread) and trial.seed <= 2,
                 )
                 run.run()
                 return run, data
+            except Looked as error:
+                return Refuted("not_equivalent", str(error))
             except (Unsupported, ValueError, RuntimeError) as error:
-                if self.symbols and self.stretch == 1:
-                    self.stretch = self.world_size
+                if self.symbols and not self.stretched:
+                    self.stretch = math.lcm(self.stretch, self.world_size)
+                    self.stretched = True
                     continue
                 return Refuted(
                     "not_runnable", f"the region does not run on a trial: {error}"
                 )
+
+    def _unread(self, symbols: Symbols) -> dict[Node, list[Tensor]]:
+        """NaN for what the region may carry along and not look at."""
+        values: dict[Node, list[Tensor]] = {}
+        for node in self.region.unread:
+            fake = self._value(node)
+            shape = symbols.shape(fake)
+            nan = torch.full(shape, math.nan, dtype=fake.dtype, device="cpu")
+            values[node] = [nan] * self.world_size
+        return values
 
     def _size(self, draw: int, beyond: int) -> int:
         if self.stretch > 1:
@@ -348,7 +367,8 @@ class _Prover:
         )
         if layout is not None and layout.dim != hypothesis.feature_dim:
             return Exit(node, "output", layout, 1.0)
-        for scale in hypothesis.lse_scales:
+        sign = -1.0 if node.target is torch.ops.aten.neg.default else 1.0
+        for scale in (sign * scale for scale in hypothesis.lse_scales):
             layout = find_layout(
                 value, expected.lse * scale, self.world_size, self.rank, equal, eps
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,7 @@ class Region:
     collectives: tuple[Collective, ...]
     exchanged: frozenset[Node]  # nodes that depend on a collective of the region
     upstream: frozenset[Node]  # exchanged nodes that a leaf depends on
+    unread: tuple[Node, ...] = ()  # carried along, and not to be looked at
 
     def behind(self, leaf: Node) -> set[Node]:
         """Nodes that depend on one of the leaves."""
@@ -120,8 +121,9 @@ class Region:
 class GraphIndex:
     """Order, constants and collectives of a graph, read once."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, unread: Collection[Node] = ()) -> None:
         self.graph = graph
+        self.unread = frozenset(unread)
         self.order: dict[Node, int] = {}
         self.constants: set[Node] = set()
         self.collectives: list[Collective] = []
@@ -194,7 +196,7 @@ class GraphIndex:
 
     def region(self, leaves: tuple[Node, ...], group_name: str) -> Region:
         """All that the leaves determine, forward, through collectives of the group."""
-        known = set(leaves)
+        known = {*leaves, *self.unread}
         members: set[Node] = set()
         exchanged: set[Node] = set()
         collectives: list[Collective] = []
@@ -239,7 +241,14 @@ class GraphIndex:
             tuple(collectives),
             frozenset(exchanged),
             self._ancestors(leaves, exchanged),
+            self._unread_by(members),
         )
+
+    def _unread_by(self, members: set[Node]) -> tuple[Node, ...]:
+        carried = [
+            node for node in self.unread if any(user in members for user in node.users)
+        ]
+        return tuple(sorted(carried, key=self.order.__getitem__))
 
     def _ancestors(self, nodes: tuple[Node, ...], among: set[Node]) -> frozenset[Node]:
         """Those ``among`` some nodes that the given nodes depend on."""

@@ -181,10 +181,8 @@ class _MergeWriter:
 
     def _lse(self) -> Node:
         kind = self.hypothesis.kind
-        if "lse" in kind:
+        if kind == "lse":
             node = self._statistic(0, keep_dtype=True)
-            if kind == "negative_lse":
-                node = self.emit.call(_aten.neg.default, node)
         elif kind == "sum":
             node = self.emit.call(_aten.log.default, self._statistic(0))
         else:

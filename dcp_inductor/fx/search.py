@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -80,9 +81,14 @@ class Candidate:
         return site_name(self.origin, self.key)
 
 
-def find_merges(graph: Graph) -> list[Candidate]:
-    """Proven merges and near misses of the graph, in graph order."""
-    index = GraphIndex(graph)
+def find_merges(graph: Graph, unread: Collection[Node] = ()) -> list[Candidate]:
+    """Proven merges and near misses of the graph, in graph order.
+
+    Args:
+        graph: to look through.
+        unread: tensors that a merge may carry along and not look at.
+    """
+    index = GraphIndex(graph, unread)
     claimed: set[Node] = set()
     tried: dict[str, set[Node]] = {}
     proven: list[Candidate] = []

@@ -69,9 +69,10 @@ def fingerprint(region: Region) -> tuple[Any, ...]:
         return str(value)
 
     rows: list[Any] = []
-    for node in (*region.leaves, *region.nodes):
+    given = (*region.leaves, *region.unread)
+    for node in (*given, *region.nodes):
         number[node] = len(number)
-        if node in region.leaves:
+        if node in given:
             value = tensor_val(node)
             assert value is not None
             rows.append((str(value.dtype), tuple(size(s) for s in value.shape)))
@@ -81,7 +82,7 @@ def fingerprint(region: Region) -> tuple[Any, ...]:
             keywords = tuple((k, argument(v)) for k, v in sorted(node.kwargs.items()))
             rows.append((str(node.target), argument(node.args), keywords))
     exits = tuple(number[node] for node in region.exits())
-    return (tuple(rows), exits)
+    return (tuple(rows), len(region.leaves), exits)
 
 
 def _digest(node: Node) -> str:

@@ -95,7 +95,7 @@ class Data:
         )
         if trial.skewed:
             # Decades apart from row to row: beside these an epsilon or a bound shows.
-            decades = _decades(hypothesis.kind, dtypes)
+            decades = _decades(hypothesis.kind, dtypes, trial.exact)
             exponent = torch.empty(rows, dtype=torch.float64, device="cpu")
             weight = weight * 10 ** exponent.uniform_(*decades, generator=generator)
         weight = weight.masked_fill(empty, 0.0)
@@ -154,8 +154,13 @@ class Data:
         return Expected(merged.movedim(-1, self._feature), lse / hypothesis.factor)
 
 
-def _decades(kind: str, dtypes: Sequence[torch.dtype]) -> tuple[float, float]:
+def _decades(
+    kind: str, dtypes: Sequence[torch.dtype], exact: bool
+) -> tuple[float, float]:
     """Range of the decimal exponents of weights, or of sums of exponentials."""
+    if kind == "max_log_sum" and exact:
+        # Their logarithms may lie as far from zero as an LSE, whatever they are.
+        return -0.4 * EXACT_SKEW, 0.4 * EXACT_SKEW
     most = min(math.log10(torch.finfo(dtype).max) for dtype in dtypes)
     if kind == "sum":
         return -0.7 * most, 0.7 * most
