@@ -27,6 +27,7 @@ from dcp_inductor.fx.axes import statistic_axes
 from dcp_inductor.fx.collectives import as_collective
 from dcp_inductor.fx.emit import Emitter
 from dcp_inductor.fx.nodes import argument, shape_key, tensor_val
+from dcp_inductor.fx.rank_minor import split_heads
 
 _aten = torch.ops.aten
 
@@ -45,6 +46,7 @@ def take_apart(graph: Graph) -> list[Assembly]:
     leaves = [node for node in graph.nodes if is_leaf(node) and _reaches(node)]
     made_of = split_rows(graph, leaves)
     leaves = [node for node in leaves if _dim(node) > 1]
+    made_of |= split_heads(graph, [node for node in leaves if node not in made_of])
     # One tensor of each shape: layers repeat them, and only shapes are asked about.
     shapes = {_shape(node): node for node in leaves}
     for split in made_of.values():

@@ -5,7 +5,8 @@ The graph is one rank's; the others' differ from it only in own-rank constants
 (``L[rank]``, ``x[:, rank * h:(rank + 1) * h]``). A reading says how such constants are
 taken for a peer: "relative" moves an index with the rank where no other index of the
 same dim is read, "rotating" moves indices of which fewer than N are read, "turning"
-moves all, "exclusive_or" moves them as butterfly exchanges do, and "absolute" keeps
+moves all, "ending" is "relative" where the last place of a running sum, the total,
+stays, "exclusive_or" moves them as butterfly exchanges do, and "absolute" keeps
 them. Peers are run only as far as their collectives, since nothing else of theirs
 reaches this rank, unless all of theirs is asked for.
 """
@@ -31,7 +32,7 @@ from dcp_inductor.fx.nodes import Symbols, argument, carries, is_number, tensor_
 from dcp_inductor.fx.own_rank import MOVERS
 
 _aten = torch.ops.aten
-READINGS = ("relative", "rotating", "turning", "absolute", "exclusive_or")
+READINGS = ("relative", "rotating", "turning", "ending", "absolute", "exclusive_or")
 
 _VIEWS = {
     _aten.view.default: _aten.reshape.default,
@@ -99,6 +100,8 @@ class Lockstep:
             {node: self._leaf(values[r]) for node, values in leaves.items()}
             for r in range(world_size)
         ]
+        # Whether the last place of a running sum is no rank's.
+        self.keeps_last = reading == "ending"
         # Whether any constant may be an own-rank constant, so that the readings differ.
         self.has_rank_constants = False
 
@@ -202,7 +205,7 @@ class Lockstep:
         Code that reads all N mostly treats them alike and has no own place.
         """
         self.has_rank_constants = True
-        if self._reading == "relative":
+        if self._reading in ("relative", "ending"):
             return num_read == 1
         return num_read < self.world_size or self._reading != "rotating"
 

@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dcp_inductor.fx.nodes import Symbols, argument, tensor_val
+from dcp_inductor.fx.collectives import as_collective
+from dcp_inductor.fx.nodes import Symbols, argument, shape_key, tensor_val
 
 if TYPE_CHECKING:
     from dcp_inductor.fx.lockstep import Lockstep
 
 _aten = torch.ops.aten
+_MAX_BEHIND = 64  # nodes from a padded tensor up to a collective
+_FLIPS = {_aten.flip.default, torch.ops.prims.rev.default}
+_SPLITS = {
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.unbind.int,
+}
+_MAX_POINTWISE = 16  # nodes from a padded block to the row that is read of it
 
 
 def foreign_ranks(nodes: Sequence[Node], world_size: int, rank: int) -> set[int]:
@@ -67,21 +76,58 @@ def _move_select(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
         return None
     if run.size(source, dim) != run.world_size:
         # A kernel's block may be padded to a power of two, behind the ranks.
-        padded = source.target is _aten.constant_pad_nd.default and (
-            run.size(source.args[0], dim) == run.world_size
-        )
-        if not padded or not 0 <= index < run.world_size:
+        padded = _padded(source)
+        if padded is None or run.size(padded, dim) != run.world_size:
+            return None
+        if not 0 <= index < run.world_size:
+            return None
+    if run.keeps_last and source.target is _aten.cumsum.default:
+        if source.args[1] % value.dim() == dim and (index + 1) % run.world_size == 0:
             return None
     if not run.moves(_num_read(node, 2, lambda user: user.args[1] == dim)):
         return None
-    return [source, dim, run.shift(index % run.world_size, peer)]
+    index %= run.world_size
+    if source.target in _FLIPS and dim in source.args[1]:
+        last = run.world_size - 1
+        return [source, dim, last - run.shift(last - index, peer)]
+    return [source, dim, run.shift(index, peer)]
+
+
+def _padded(node: Node) -> Node | None:
+    """What the node's elements were before they were padded, where nothing between
+    changed their places.
+    """
+    value = tensor_val(node)
+    for _ in range(_MAX_POINTWISE):
+        if node.target is _aten.constant_pad_nd.default:
+            source = node.args[0]
+            return source if isinstance(source, Node) else None
+        if value is None or not _is_pointwise(node):
+            return None
+        alike = [s for s in node.all_input_nodes if _same_shape(s, value)]
+        if not alike:
+            return None
+        node = alike[-1]
+    return None
+
+
+def _is_pointwise(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in (
+        target.tags
+    )
+
+
+def _same_shape(node: Node, model: Tensor) -> bool:
+    value = tensor_val(node)
+    return value is not None and shape_key(value.shape) == shape_key(model.shape)
 
 
 def _move_getitem(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     source, index = node.args
     pieces = source.meta.get("val")
-    if not isinstance(pieces, (list, tuple)) or len(pieces) != run.world_size:
-        return None
+    if source.target not in _SPLITS or len(pieces) != run.world_size:
+        return None  # the values and indices of a maximum are two, too
     if not run.moves(_num_read(node, 1, lambda user: True)):
         return None
     return [source, run.shift(index, peer)]
@@ -92,21 +138,30 @@ def _move_slice(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     dim = run.number_argument(node, "dim") or 0
     start, part, size = _bounds(run, node, dim, 1)
     step = run.number_argument(node, "step") or 1
+    if step == run.world_size and size % step == 0 and start + part == size:
+        # Every N-th from the own place on.
+        if start >= step or not run.moves(len(_starts(run, node, dim))):
+            return None
+        return [source, dim, run.shift(start, peer), size, step]
     if step != 1 or part <= 0 or size != part * run.world_size or start % part:
         return None
     # A slice of 5 of 10 is a half by chance where it is one of T of T + 5.
     _, larger, whole = _bounds(run, node, dim, 7)
     if whole != larger * run.world_size:
         return None
-    starts = {
-        run.number_argument(user, "start") or 0
-        for user in source.users
-        if user.target is node.target and (run.number_argument(user, "dim") or 0) == dim
-    }
-    if not run.moves(len(starts)):
+    if not run.moves(len(_starts(run, node, dim))):
         return None
     moved = run.shift(start // part, peer) * part
     return [source, dim, moved, moved + part]
+
+
+def _starts(run: Lockstep, node: Node, dim: int) -> set[int]:
+    """Where slices of the same dim begin, the node's own included."""
+    return {
+        run.number_argument(user, "start") or 0
+        for user in node.args[0].users
+        if user.target is node.target and (run.number_argument(user, "dim") or 0) == dim
+    }
 
 
 def _bounds(run: Lockstep, node: Node, dim: int, factor: int) -> tuple[int, int, int]:
@@ -149,6 +204,8 @@ def _move_pad(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     assert value is not None
     if len(node.args) > 2 and node.args[2] != 0:
         return None  # no slot to be summed over
+    if _is_exchanged(source):
+        return None  # a kernel's block, whose first places are the ranks'
     pads = [run.symbols.number(pad) for pad in node.args[1]]
     moved = list(pads)
     for position in range(0, len(pads), 2):
@@ -159,6 +216,19 @@ def _move_pad(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
             low = run.shift(low // size, peer) * size
             moved[position : position + 2] = [low, (run.world_size - 1) * size - low]
     return None if moved == pads else [source, moved, *node.args[2:]]
+
+
+def _is_exchanged(node: Node) -> bool:
+    """Whether the node depends on a collective."""
+    stack, seen = [node], {node}
+    while stack and len(seen) < _MAX_BEHIND:
+        for source in stack.pop().all_input_nodes:
+            if as_collective(source) is not None:
+                return True
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False
 
 
 def _move_compare(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
@@ -197,6 +267,14 @@ def _move_index(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
     if moved is None:
         return None
     return [source, [moved if i is not None else None for i in indices]]
+
+
+def _move_index_put(run: Lockstep, node: Node, peer: int) -> list[Any] | None:
+    base, indices, *rest = node.args
+    if len(indices) != 1:
+        return None
+    moved = _moved_index(run, base, 0, indices[0], peer)
+    return None if moved is None else [base, [moved], *rest]
 
 
 def _moved_index(
@@ -242,7 +320,10 @@ MOVERS: dict[Any, Callable[[Lockstep, Node, int], list[Any] | None]] = {
     _aten.index_select.default: _move_index_select,
     _aten.gather.default: _move_gather,
     _aten.index.Tensor: _move_index,
+    _aten.index_put.default: _move_index_put,
     _aten.mul.Tensor: _move_mask,
+    _aten.mm.default: _move_mask,
+    _aten.bmm.default: _move_mask,
     _aten.where.self: _move_mask,
     _aten.eq.Scalar: _move_compare,
     _aten.ne.Scalar: _move_compare,

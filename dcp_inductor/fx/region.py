@@ -23,6 +23,8 @@ from dcp_inductor.fx.nodes import (
 
 # Nodes of one region; the longest public spelling has about 150.
 _MAX_REGION = 600
+# Elements of a constant that picks ranks' rows; a frozen weight has more.
+_MAX_TABLE = 64 * 64
 
 _aten = torch.ops.aten
 # What tracing, export and freezing call the tensors that they took for constants.
@@ -141,7 +143,7 @@ class GraphIndex:
                 self.collectives.append(collective)
             elif self._is_constant(node):
                 self.constants.add(node)
-            opaque = not is_pure(node) or is_contraction(node)
+            opaque = not is_pure(node) or self._contracts(node)
             if (
                 collective is not None
                 or is_wait(node)
@@ -180,10 +182,25 @@ class GraphIndex:
             if collective is not None:
                 known = collective.group_name
             else:
-                plain = (is_pure(node) and not is_contraction(node)) or is_wait(node)
+                plain = (is_pure(node) and not self._contracts(node)) or is_wait(node)
                 known = "" if plain else "-"
             self._groups[node] = known
         return known in ("", group_name)
+
+    def _contracts(self, node: Node) -> bool:
+        """Whether attention or a projection may stand here: a matrix product, but with
+        a table of constants, which only picks or adds.
+        """
+        if not is_contraction(node):
+            return False
+        tables = [source for source in tensor_inputs(node) if source in self.constants]
+        values = [tensor_val(table) for table in tables]
+        return not any(
+            value is not None
+            and all(isinstance(size, int) for size in value.shape)
+            and value.numel() <= _MAX_TABLE
+            for value in values
+        )
 
     def _is_constant(self, node: Node) -> bool:
         if node.op == "get_attr":

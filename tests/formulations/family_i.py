@@ -1,5 +1,6 @@
 """Merges whose inputs come in a form that no other family has: rows of all heads in one
-dim, an LSE with its sign turned or in two parts, an LSE inside a larger tensor.
+dim, an LSE with its sign turned or in two parts, an LSE inside a larger tensor; and
+further ways to pick the own row.
 """
 
 # ruff: noqa: E741  (l, L and O are the letters of the formulas)
@@ -235,3 +236,82 @@ def padded_here(ctx, o, l):
     L = sp.ag(ctx, rows[None])[..., :T]
     weight = torch.softmax(L, 0)[ctx.rank].t()
     return sp.rs(ctx, o * weight[..., None])
+
+
+# The own row of the gathered weights.
+
+
+def _block(ctx: Context, P: Tensor) -> Tensor:
+    """A kernel's block of twice the ranks, scrubbed before the own row is read."""
+    block = torch.nn.functional.pad(P, (0, 0, 0, 0, 0, ctx.world_size))
+    return torch.where(torch.isnan(block), 0.0, block)[ctx.rank]
+
+
+OWN_ROWS = {
+    "einsum": lambda c, P: torch.einsum(
+        "n,nth->th", torch.eye(c.world_size)[c.rank], P
+    ),
+    "matrix": lambda c, P: (
+        torch.eye(c.world_size)[c.rank : c.rank + 1] @ P.flatten(1)
+    ).view(P.shape[1:]),
+    "stride": lambda c, P: P[c.rank :: c.world_size][0],
+    "flipped": lambda c, P: P.flip(0)[c.world_size - 1 - c.rank],
+    "block": _block,
+}
+
+for _name, _pick in OWN_ROWS.items():
+    add(
+        f"FI-07 {_name}",
+        "I",
+        lambda c, o, l, f=_pick: sp.rs(
+            c, o * f(c, torch.softmax(sp.stack_view(c, l), 0))[..., None]
+        ),
+    )
+
+
+@case("FI-07 running sum", "I")
+def running_sum(ctx, o, l):
+    L = sp.stack_view(ctx, l)
+    e = torch.exp(L - L.amax(0))
+    return sp.rs(ctx, o * (e[ctx.rank] / e.cumsum(0)[-1])[..., None])
+
+
+@case("FI-07 maximum pair", "I")
+def maximum_pair(ctx, o, l):
+    """Values and indices of a maximum are as many as two ranks."""
+    L = sp.stack_view(ctx, l)
+    L = torch.where(torch.isnan(L), -torch.inf, L)
+    e = torch.exp(L - L.max(0)[0])
+    return sp.rs(ctx, o * (e[ctx.rank] / e.sum(0))[..., None])
+
+
+@case("FI-08", "I")
+def index_copied(ctx, o, l):
+    slots = l.new_zeros((ctx.world_size, *l.shape))
+    slots = slots.index_copy(0, torch.tensor([ctx.rank]), l[None])
+    return weigh(ctx, o, l, sp.ar(ctx, slots))
+
+
+# Heads scattered with the rank innermost, which the code shows behind the weighting.
+
+
+@case("FI-09", "I", "ol", lambda p, r: p.output[:, r :: p.geometry.world_size])
+def rank_innermost_behind(ctx, o, l):
+    weighted = o * torch.exp(l - torch.logsumexp(sp.stack_view(ctx, l), 0))[..., None]
+    by_rank = weighted.unflatten(1, (-1, ctx.world_size)).permute(2, 0, 1, 3)
+    return sp.rs(ctx, by_rank.contiguous(), 0)[0]
+
+
+@case(
+    "FI-09 exchanged",
+    "I",
+    "o [T,H,D], l [H,T]",
+    lambda p, r: p.output[:, r :: p.geometry.world_size],
+)
+def rank_innermost_exchanged(ctx, o, l):
+    l = l.t().contiguous()
+    O, L = (
+        sp.a2a(ctx, x.unflatten(1, (-1, ctx.world_size)).movedim(2, 0).contiguous())
+        for x in (o, l)
+    )
+    return COMBINES["max pair div"](O, L)

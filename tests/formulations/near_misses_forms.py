@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from . import spelling as sp
-from .cases import case
+from .cases import Context, case
+from .combining import COMBINES
 from .family_i import (
+    OWN_ROWS,
     _accumulator_log_sums,
     _flat_lse,
     _log_sums,
@@ -21,7 +23,7 @@ from .family_i import (
     padded,
     weigh,
 )
-from .near_misses import MISS, SAME, weighted
+from .near_misses import MISS, SAME, miss, weighted
 
 # A negative LSE.
 
@@ -218,3 +220,60 @@ def flat_heads_first(ctx, o, l):
 def rows_shifted(ctx, o, l):
     weight = _row_weight(ctx, l).roll(1, 0)
     return sp.rs(ctx, (o * weight).view(-1, ctx.heads, o.shape[1]))
+
+
+# The own row.
+
+
+class _Neighbour:
+    """The context of a rank, but for the place that it takes for its own."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.world_size = ctx.world_size
+        self.rank = (ctx.rank + 1) % ctx.world_size
+
+
+for _name in OWN_ROWS:
+
+    def next_row(ctx, o, l, pick=OWN_ROWS[_name]):
+        P = torch.softmax(sp.stack_view(ctx, l), 0)
+        return weighted(ctx, o, pick(_Neighbour(ctx), P))
+
+    miss(f"NM-55 {_name}", next_row, note="weight of the next rank")
+
+
+@case(
+    "NM-55 running sum",
+    "NM",
+    note="the sum up to the own rank; on the last rank the graph is that of the merge",
+    ambiguous=True,
+    **MISS,
+)
+def sum_up_to_own(ctx, o, l):
+    L = sp.stack_view(ctx, l)
+    e = torch.exp(L - L.amax(0))
+    return weighted(ctx, o, e[ctx.rank] / e.cumsum(0)[ctx.rank])
+
+
+@case("NM-55 slots", "NM", note="each LSE in the slot of the next rank", **MISS)
+def slot_of_the_next(ctx, o, l):
+    slots = l.new_zeros((ctx.world_size, *l.shape))
+    place = torch.tensor([(ctx.rank + 1) % ctx.world_size])
+    L = sp.ar(ctx, slots.index_copy(0, place, l[None]))
+    return weighted(ctx, o, torch.softmax(L, 0)[ctx.rank])
+
+
+@case("NM-56", "NM", note="outputs scattered with the rank innermost, LSEs not", **MISS)
+def lse_in_another_order(ctx, o, l):
+    by_rank = o.unflatten(1, (-1, ctx.world_size)).movedim(2, 0).contiguous()
+    O, L = sp.a2a(ctx, by_rank), sp.a2a(ctx, sp.head_shards(ctx, l))
+    return COMBINES["max pair div"](O, L)
+
+
+@case("NM-56 weights", "NM", note="weights of the heads of another rank", **MISS)
+def weights_in_another_order(ctx, o, l):
+    N = ctx.world_size
+    weight = torch.softmax(sp.stack_view(ctx, l), 0)[ctx.rank]
+    by_rank = o.unflatten(1, (-1, N)).permute(2, 0, 1, 3)
+    weight = weight.unflatten(1, (N, -1)).permute(1, 0, 2)[..., None]
+    return sp.rs(ctx, (by_rank * weight).contiguous(), 0)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -41,3 +43,50 @@ def test_what_no_rewrite_takes_is_put_back() -> None:
         return outputs.mean(0) + pairs.amax(0)[..., :1]
 
     assert rewrite(traced(mean, layer_inputs(1))).unchanged
+
+
+def negative_on(ranks: tuple[int, ...], ctx: Context, output: Tensor, lse: Tensor):
+    """A merge by LSEs that only some ranks take for negative."""
+    lses = sp.stack_view(ctx, lse)
+    lses = -lses if ctx.rank in ranks else lses
+    return sp.rs(ctx, output * torch.softmax(lses, 0)[ctx.rank][..., None])
+
+
+def lse_inputs() -> list[Input]:
+    return [Input(torch.ones(3, HEADS, HEAD_DIM)), Input(torch.ones(3, HEADS))]
+
+
+def test_ranks_that_differ_in_a_sign_have_different_names() -> None:
+    """Each graph is a merge by itself; ranks compare names of what they exchange."""
+
+    def names(ranks: tuple[int, ...]) -> list[str]:
+        model = functools.partial(negative_on, ranks)
+        graphs = [traced(model, lse_inputs(), rank=rank) for rank in (0, 1)]
+        return [rewrite(graph).only.site for graph in graphs]
+
+    for ranks in ((), (0, 1)):
+        own, peer = names(ranks)
+        assert own == peer
+    own, peer = names((0,))
+    assert own != peer
+
+
+def test_a_negative_lse_is_negated_once() -> None:
+    model = functools.partial(negative_on, (0, 1))
+    after = rewrite(traced(model, lse_inputs()))
+    assert after.counts == {"found": 1, "rewritten": 1}
+    assert [n.target for n in after.graph.nodes].count(torch.ops.aten.neg.default) == 1
+
+
+def test_lanes_are_put_back_where_another_one_counts() -> None:
+    def model(ctx: Context, output: Tensor, lanes: Tensor) -> Tensor:
+        lses = sp.stack_view(ctx, lanes)
+        weight = torch.softmax(lses[..., 0], 0)[ctx.rank]
+        weight = torch.where(lanes.amax(-1) > 1e9, 0.0, weight)
+        return sp.rs(ctx, output * weight[..., None])
+
+    inputs = [lse_inputs()[0], Input(torch.ones(3, HEADS, 16))]
+    after = rewrite(traced(model, inputs), direct_kv_gather="disable")
+    assert after.unchanged
+    reasons = [site.code for site in after.sites if site.kind == "combine"]
+    assert set(reasons) == {"not_equivalent"}
