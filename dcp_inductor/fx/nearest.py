@@ -91,6 +91,8 @@ def _described(trial: Trial) -> str:
         what = "LSEs far from zero"
     elif trial.scale != 1.0:
         what = f"outputs times {trial.scale:g}"
+    elif trial.special:
+        what = "LSEs of zero, ties and payload of round numbers"
     elif trial.beyond:
         what = f"sizes above {trial.beyond}"
     else:

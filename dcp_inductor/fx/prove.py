@@ -168,6 +168,10 @@ class _Prover:
             # A few rows may round by chance to what they were; three draws do not.
             trials += [Trial(seed, False, skewed=True) for seed in (5, 8, 9)]
         trials += [
+            Trial(14, self.exact, special="some"),
+            Trial(15, self.exact, special="all"),
+        ]
+        trials += [
             Trial(6, self.exact, empty="zero"),
             Trial(7, self.exact, empty="nan"),
         ]

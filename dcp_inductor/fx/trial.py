@@ -35,6 +35,8 @@ class Trial:
     # "zero" or "nan": payload of empty shards; "marked": rows of MARK on all ranks.
     empty: str = ""
     far: float = 0.0  # distance of all LSEs of a row from zero, instead of the skew
+    # "some" or "all": rows with the numbers that code tests for and that no draw hits.
+    special: str = ""
     beyond: int = 0  # symbolic sizes exceed this
 
 
@@ -99,6 +101,11 @@ class Data:
             exponent = torch.empty(rows, dtype=torch.float64, device="cpu")
             weight = weight * 10 ** exponent.uniform_(*decades, generator=generator)
         weight = weight.masked_fill(empty, 0.0)
+        if trial.special:
+            whole = trial.special == "all"
+            output, level, weight = _special(
+                output, level, weight, feature, whole, generator
+            )
         statistics = hypothesis.statistics(level, weight)
 
         self.leaves: dict[Node, list[Tensor]] = {}
@@ -152,6 +159,43 @@ class Data:
             last = last.masked_fill((weight == 0).unsqueeze(-1), 0.0)
         merged = torch.einsum("n...d,n...->...d", last, weight)
         return Expected(merged.movedim(-1, self._feature), lse / hypothesis.factor)
+
+
+def _special(
+    output: Tensor,
+    level: Tensor,
+    weight: Tensor,
+    feature: int,
+    whole: bool,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round numbers: LSEs of zero and ties between ranks; sums of one; payload that is
+    zero, whole, or equal on all ranks. All of it is ordinary to a merge.
+
+    Args:
+        output: of all ranks, ``[N, ...]``.
+        level: of its rows, ``[N, ...]``.
+        weight: likewise.
+        feature: the partial output's feature dim.
+        whole: make all rows tie at zero, with equal payload, instead of some.
+    """
+    if whole:
+        payload = output[:1].expand_as(output).clone()
+        return payload, torch.zeros_like(level), torch.ones_like(weight)
+
+    def some(share: float, like: Tensor) -> Tensor:
+        draw = torch.rand(like.shape, generator=generator, device="cpu")
+        return draw < share
+
+    level = torch.where(some(0.5, level), level.round(), level)
+    level = level.masked_fill(some(0.3, level), 0.0)
+    level = torch.where(some(0.2, level[:1]), level[:1], level)
+    weight = weight.masked_fill(some(0.5, weight), 1.0)
+    last = output.movedim(feature + 1, -1)
+    last = torch.where(some(0.3, level).unsqueeze(-1), last.round(), last)
+    last = torch.where(some(0.2, level[:1]).unsqueeze(-1), last[:1], last)
+    last = last.masked_fill(some(0.3, level).unsqueeze(-1), 0.0)
+    return last.movedim(-1, feature + 1), level, weight
 
 
 def _decades(

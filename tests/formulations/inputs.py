@@ -63,6 +63,7 @@ class Problem:
 
 
 EMPTY_SHARDS, EMPTY_SHARDS_NAN = "empty", "empty with NaN"
+SPECIAL = "special"
 
 
 def make_problem(
@@ -72,7 +73,9 @@ def make_problem(
 
     ``scale`` multiplies scores and values. With ``empty`` the last rank has no keys for
     token 0, the first none for token 1, and no rank any for token 2; the partial
-    outputs of an empty shard are 0 or NaN, its LSE is -inf.
+    outputs of an empty shard are 0 or NaN, its LSE is -inf. SPECIAL ones are not empty:
+    token 0 has LSE 0 on all ranks and zero payload on the first, token 1 has payload
+    that is equal on all ranks.
     """
     g = torch.Generator().manual_seed(seed)
     n, t, h, d = (
@@ -87,7 +90,7 @@ def make_problem(
     keys, values = rand(n, k, h, d), rand(n, k, h, d) * scale
     scores = torch.einsum("thd,nkhd->nthk", query, keys) * scale
     none = torch.zeros(n, t, dtype=torch.bool)
-    if empty:
+    if empty in (EMPTY_SHARDS, EMPTY_SHARDS_NAN):
         none[-1, 0] = True
         none[0, 1:2] = True
         none[:, 2:3] = True
@@ -102,6 +105,13 @@ def make_problem(
     lse = torch.logsumexp(dense, -1)
     dense = dense.softmax(-1).nan_to_num(nan=0.0)
     output = torch.einsum("thk,khd->thd", dense, values.flatten(0, 1))
+    if empty == SPECIAL:
+        row_max[:, 0], row_sum[:, 0] = 0.0, 1.0
+        partial[0, 0] = 0.0
+        partial[:, 1:2] = partial[:1, 1:2].clone()
+        levels = row_max + row_sum.log()
+        lse = torch.logsumexp(levels, 0)
+        output = torch.einsum("nthd,nth->thd", partial, torch.softmax(levels, 0))
     return Problem(
         geometry,
         query,
@@ -112,7 +122,7 @@ def make_problem(
         lse,
         seed,
         scale,
-        none if empty else None,
+        none if none.any() else None,
     )
 
 

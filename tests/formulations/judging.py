@@ -25,7 +25,7 @@ from .harness import (
     inputs_of,
     trace_ranks,
 )
-from .inputs import EMPTY_SHARDS, EMPTY_SHARDS_NAN, Problem
+from .inputs import EMPTY_SHARDS, EMPTY_SHARDS_NAN, SPECIAL, Problem
 from .lockstep import LockstepError, run_graphs
 from .tracing import DYNAMIC, STATIC, UNBACKED, Traced, case_geometry
 
@@ -179,6 +179,7 @@ def trial_problems(
         if count == tokens:
             yield f"T={count}, large scores", make(1, scale=LARGE), False
             yield f"T={count}, empty shards", make(2, empty=EMPTY_SHARDS), True
+            yield f"T={count}, zeros and ties", make(4, empty=SPECIAL), False
 
 
 def compare(

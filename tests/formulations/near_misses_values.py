@@ -125,3 +125,50 @@ miss(
     "accumulator, max, sum",
     note="an un-normalised accumulator merged as if it were normalised",
 )
+
+
+# What code tests for and no draw of random numbers hits: zeros, whole numbers, ties.
+_MASKS = {
+    "zero LSE": lambda o, l: l == 0,
+    "zero LSE by not": lambda o, l: l.logical_not(),
+    "whole LSE": lambda o, l: l == l.round(),
+    "zero payload": lambda o, l: (o == 0).all(-1),
+    "no payload": lambda o, l: ~(o != 0).any(-1),
+    "a zero in the payload": lambda o, l: (o == 0).any(-1),
+    "counted": lambda o, l: torch.count_nonzero(o, -1) < o.shape[-1],
+}
+
+
+def _marked_behind(ctx, o, l, mask):
+    """Every rank's rows gathered, and some taken for empty by what they hold."""
+    O, L = sp.stack_view(ctx, o), sp.stack_view(ctx, l)
+    L = torch.where(mask(O, L), -torch.inf, L)
+    merged = (O * torch.softmax(L, 0)[..., None]).sum(0)
+    return sp.own(ctx, merged)
+
+
+for _name, _mask in _MASKS.items():
+    case(
+        f"NM-57 {_name}", "NM", result=None,
+        note="rows taken for empty by numbers that no draw hits", **SAME,
+    )(lambda ctx, o, l, mask=_mask: _marked_behind(ctx, o, l, mask))  # fmt: skip
+
+
+@case("NM-57 weight", "NM", result=None, note="no weight where the LSE is 0", **SAME)
+def weight_dropped_at_zero(ctx, o, l):
+    w = sp.w_logsumexp(ctx, l, sp.stack_view(ctx, l))
+    return weighted(ctx, o, torch.where(l == 0, 0.0, w))
+
+
+@case("NM-57 tie", "NM", result=None, note="nothing where all ranks tie", **SAME)
+def nothing_in_a_tie(ctx, o, l):
+    L = sp.stack_view(ctx, l)
+    w = torch.softmax(L, 0)[ctx.rank]
+    return weighted(ctx, o, torch.where((L == L[:1]).all(0), 0.0, w))
+
+
+@case("NM-57 alike", "NM", result=None, note="other if all payloads are equal", **SAME)
+def other_if_all_alike(ctx, o, l):
+    O, L = sp.stack_view(ctx, o), sp.stack_view(ctx, l)
+    merged = (O * torch.softmax(L, 0)[..., None]).sum(0)
+    return sp.own(ctx, torch.where((O == O[:1]).all(), 2 * merged, merged))
