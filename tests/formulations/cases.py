@@ -54,9 +54,9 @@ class Case:
     the merge, so that the ranks may end in an error. ``leaves`` are the collectives
     that are no part of a site and have to stay; ``tolerance`` the recipe's own distance
     to the dense result where its algebra is not in fp32; ``other_tokens`` are counts
-    that a symbolic graph is run with as well. ``traceable`` and ``unbacked``
-    are False where torch itself cannot trace the spelling (with an unbacked token
-    count).
+    that a symbolic graph is run with as well. ``dynamic`` is False where the pass
+    leaves a graph of symbolic tokens alone. ``traceable`` and ``unbacked`` are False
+    where torch itself cannot trace the spelling (with an unbacked token count).
     """
 
     id: str
@@ -69,6 +69,7 @@ class Case:
     token_multiple_of_ranks: bool = False
     token_for_every_rank: bool = False
     unbacked: bool = True
+    dynamic: bool = True
     deviates: bool = False
     slight: bool = False
     ambiguous: bool = False

@@ -201,6 +201,8 @@ for _count in (8, 16, 128):
         "I",
         lambda c, o, l: weigh(c, o, l[..., 0], sp.ag(c, l[None])[..., 0]),
         in_lanes(_count),
+        # Of one token, lanes as many as heads look like them.
+        world_sizes=(2,) if _count == 8 else (2, 4),
     )
 
 

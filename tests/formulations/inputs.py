@@ -78,13 +78,8 @@ def make_problem(
     that is equal on all ranks.
     """
     g = torch.Generator().manual_seed(seed)
-    n, t, h, d = (
-        geometry.world_size,
-        geometry.num_tokens,
-        geometry.heads,
-        geometry.head_dim,
-    )
-    k = geometry.keys_per_rank
+    n, k = geometry.world_size, geometry.keys_per_rank
+    t, h, d = geometry.num_tokens, geometry.heads, geometry.head_dim
     rand = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64)  # noqa: E731
     query = rand(t, h, d) * 0.8
     keys, values = rand(n, k, h, d), rand(n, k, h, d) * scale
@@ -113,17 +108,9 @@ def make_problem(
         lse = torch.logsumexp(levels, 0)
         output = torch.einsum("nthd,nth->thd", partial, torch.softmax(levels, 0))
     return Problem(
-        geometry,
-        query,
-        partial,
-        row_max,
-        row_sum,
-        output,
-        lse,
-        seed,
-        scale,
+        geometry, query, partial, row_max, row_sum, output, lse, seed, scale,
         none if none.any() else None,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,10 @@ def padded_scatter(ctx, o, l):
     return sp.rs(ctx, torch.cat(parts, 1))[:, : heads[ctx.rank]]
 
 
-@case("FU-05", "U", "ol", uneven_tokens, unbacked=False, token_for_every_rank=True)
+@case(
+    "FU-05", "U", "ol", uneven_tokens, unbacked=False, dynamic=False,
+    token_for_every_rank=True,
+)  # fmt: skip
 def token_exchange(ctx, o, l):
     """Tokens that do not divide by the ranks."""
     sizes = _tokens(ctx, o.shape[0])

@@ -13,6 +13,7 @@ import torch
 from dcp_inductor import config
 from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPError
+from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import (
     cuda_exchange,
     cuda_gather,
@@ -156,7 +157,7 @@ def test_what_the_kernels_cannot_count_is_refused_by_shape() -> None:
         lse = torch.empty(1 << 22, 512, device="meta")
         partial = torch.empty(1 << 22, 512, 256, device="meta")  # 2^31 rows
         plan = cuda_exchange._plan_combine(
-            workspace, partial, lse, "none", (), True, False, False, torch.float32, ""
+            workspace, partial, lse, MergeOptions("none"), ""
         )
         assert isinstance(plan, Refusal)
         assert plan.code == "size"
