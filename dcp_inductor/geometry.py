@@ -63,6 +63,17 @@ class MergeOptions(NamedTuple):
             return tuple(partial_lse.shape)
         return self.shape(partial_lse, world_size, rank)
 
+    def results(
+        self, partial_output: Tensor, partial_lse: Tensor, world_size: int, rank: int
+    ) -> tuple[Tensor, Tensor]:
+        """Tensors for a rank's merged output and LSE, on the device of the partials."""
+        shape = (*self.shape(partial_lse, world_size, rank), partial_output.shape[2])
+        output = partial_output.new_empty(
+            shape, dtype=self.output_dtype or partial_output.dtype
+        )
+        lse_shape = self.lse_shape(partial_lse, world_size, rank)
+        return output, partial_lse.new_empty(lse_shape, dtype=torch.float32)
+
 
 DEFAULT_MERGE = MergeOptions()
 

@@ -178,13 +178,7 @@ def _(
         partial_output, partial_lse, options, seq_lens, query_start_loc, size
     )
     _check_token(token)
-    output = partial_output.new_empty(
-        (*options.shape(partial_lse, size, rank), partial_output.shape[2]),
-        dtype=output_dtype or partial_output.dtype,
-    )
-    lse = partial_lse.new_empty(
-        options.lse_shape(partial_lse, size, rank), dtype=torch.float32
-    )
+    output, lse = options.results(partial_output, partial_lse, size, rank)
     return output, lse, torch.empty_like(token)
 
 

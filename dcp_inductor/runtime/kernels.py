@@ -200,11 +200,4 @@ def _no_rows(
     geometry.check_a2a_lse_reduce(
         partial_output, partial_lse, options, None, None, size
     )
-    output = partial_output.new_empty(
-        (*options.shape(partial_lse, size, rank), partial_output.shape[2]),
-        dtype=options.output_dtype or partial_output.dtype,
-    )
-    lse = partial_lse.new_empty(
-        options.lse_shape(partial_lse, size, rank), dtype=torch.float32
-    )
-    return output, lse
+    return options.results(partial_output, partial_lse, size, rank)
