@@ -1,4 +1,4 @@
-// Combine for few tokens: one launch, one hop. Payload words say themselves that they have
+// Combine by marked words: one launch, one hop. Payload words say themselves that they have
 // arrived (any value but kArmedWord), so there is neither flag nor fence behind the data. The
 // lane that reads a word re-arms it; a warp has its own copy of each LSE word, because a shared
 // one could be re-armed by one warp before another has seen it.

@@ -1,6 +1,6 @@
-// Combine for many tokens: one launch, one flag per (source, tile). A block pushes a tile of
-// units to every peer, releases one flag per peer, and merges an earlier tile meanwhile. No
-// arrival marks, hence no re-arm writes: the payload crosses memory once.
+// Combine of more than the marked words serve: one launch, one flag per (source, tile). A block
+// pushes a tile of units to every peer, releases one flag per peer, and merges an earlier tile
+// meanwhile. No arrival marks, hence no re-arm writes: the payload crosses memory once.
 #pragma once
 
 #include "a2a_lse_reduce.cuh"

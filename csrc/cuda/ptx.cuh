@@ -30,20 +30,7 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-__device__ __forceinline__ uint4 ld_relaxed_sys_v4(const void* address) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
-}
-
-__device__ __forceinline__ void st_relaxed_sys_v4(void* address, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x),
-               "r"(v.y), "r"(v.z), "r"(v.w));
-}
-
-// The same under a condition, without a branch; `v` keeps its value where it does not hold.
+// Under a condition, without a branch; `v` keeps its value where it does not hold.
 __device__ __forceinline__ void ld_relaxed_sys_v4_if(bool condition, const void* address,
                                                      uint4& v) {
   asm volatile(
@@ -61,18 +48,6 @@ __device__ __forceinline__ void st_relaxed_sys_v4_if(bool condition, void* addre
 }
 
 // Two 64-bit elements, each of them atomic.
-__device__ __forceinline__ ulonglong2 ld_relaxed_sys_v2(const void* address) {
-  ulonglong2 v;
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-               : "=l"(v.x), "=l"(v.y)
-               : "l"(address));
-  return v;
-}
-
-__device__ __forceinline__ void st_relaxed_sys_v2(void* address, ulonglong2 v) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(v.x), "l"(v.y));
-}
-
 __device__ __forceinline__ void ld_relaxed_sys_v2_if(bool condition, const void* address,
                                                      ulonglong2& v) {
   asm volatile(
@@ -97,10 +72,6 @@ __device__ __forceinline__ uint64_t ld_relaxed_sys_u64(const void* address) {
 
 __device__ __forceinline__ void st_relaxed_sys_u64(void* address, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(v));
-}
-
-__device__ __forceinline__ void st_relaxed_sys_u32(void* address, uint32_t v) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(v));
 }
 
 __device__ __forceinline__ uint64_t ld_acquire_sys_u64(const void* address) {
