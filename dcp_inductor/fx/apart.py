@@ -214,11 +214,11 @@ def split_read_part(
     for dim in range(len(shape) - 1, -1, -1):
         if not shape[dim].isdigit():
             continue
-        parts = {_part_read(node, shape, dim) for node in behind_collectives(leaf)}
-        parts.discard(None)
+        reads = (_part_read(node, shape, dim) for node in behind_collectives(leaf))
+        parts = {part for part in reads if part is not None}
         if len(parts) != 1:
             continue
-        start, stop = parts.pop()  # type: ignore[misc]
+        start, stop = parts.pop()
         kept = "1" if stop == str(start + 1) else stop
         if stop.isdigit():
             kept = str(int(stop) - start)
