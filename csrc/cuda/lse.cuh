@@ -35,7 +35,7 @@ __device__ __forceinline__ float without_marks(float lse) {
 
 // Whether token `t` has no local KV or is padding. The warp answers together, by a 32-way search
 // (two steps up to 1024 requests).
-DCP_OUT_OF_LINE bool search_token(const int32_t* starts, const int32_t* lengths,
+__device__ __forceinline__ bool search_token(const int32_t* starts, const int32_t* lengths,
                                   uint32_t num_requests, uint32_t t) {
   const int32_t token = static_cast<int32_t>(t);
   const uint32_t lane = threadIdx.x % 32;
