@@ -299,12 +299,9 @@ def _gather_from(
     elapsed = (time.perf_counter() - start) * 1e3
     value = tensor_val(source)
     assert value is not None
-    key = site_key(
-        "gather",
-        _variable(region),
-        group.world_size,
-        (size_name(value.shape[-1]), value.dtype),
-    )
+    # Of one dim, it is the rows', which may be static on one rank only.
+    width = size_name(value.shape[-1]) if value.dim() > 1 else ""
+    key = site_key("gather", _variable(region), group.world_size, (width, value.dtype))
     # The call that gathers, and not what reads its result.
     origin = collective.node if source_line(collective.node) else exits[0].node
     site = GatherSite(group, source, region, exits, key, origin)

@@ -95,6 +95,18 @@ def test_flat_buffer() -> None:
     exact(lambda ctx, x: sp.ag(ctx, x) * 1.0, per_rank(2, 24), "kv_gather")
 
 
+def test_name_of_a_gathered_vector_is_free_of_its_size() -> None:
+    """Ranks meet under it, of which one may have a static graph of its own size."""
+
+    def vector(ctx: Context, x: Tensor) -> Tensor:
+        return sp.ag(ctx, x) * 1.0
+
+    given = (24, STATIC), (30, STATIC), (24, DYNAMIC)
+    sites = [passed(vector, per_rank(2, n)[1], form=form).only for n, form in given]
+    assert {site.op for site in sites} == {"kv_gather"}
+    assert len({site.site for site in sites}) == 1
+
+
 def test_coalesced_gathers_are_judged_one_by_one() -> None:
     def both(ctx: Context, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         got = sp.all_gather_coalesced([query, rows], ctx.group_name)
