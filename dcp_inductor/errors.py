@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# How a group goes on whose workspaces are out of use.
+WAY_ON = (
+    "To go on: if every rank of the group still runs, call dcp_inductor.recover(group) "
+    "on all of them. If one has ended, make a new group of the others, "
+    "torch.distributed.new_group(ranks, use_local_synchronization=True), or, if the "
+    "ended one held the store (rank 0, mostly), destroy_process_group() and "
+    "init_process_group(...) at another address; and compile the model for that group"
+)
+
+
+def with_way_on(why: str) -> str:
+    """``why`` a group is out of use, and the way on, which it may name already."""
+    return why if WAY_ON in why else f"{why}. {WAY_ON}"
+
 
 class DCPError(RuntimeError):
     """Base of every run-time error that dcp_inductor raises by a type of its own."""
@@ -34,15 +48,16 @@ class DCPTimeoutError(DCPError):
     """A peer did not arrive within ``config.timeout_s``.
 
     ``record`` names op, site, rank, peer and both epochs. The workspace is unusable
-    until every rank of the group has called :func:`dcp_inductor.recover`.
+    until every rank of the group has called :func:`dcp_inductor.recover`. Where a rank
+    has ended there is no way back, and the others need a new group.
     """
 
     def __init__(self, record: FaultRecord, timeout_s: float) -> None:
         super().__init__(
             f"{record} after {timeout_s:g} s. Every rank of the group must make the "
             "same sequence of exchanges; a rank that died, raised, or took another "
-            "branch shows up here. Call dcp_inductor.recover(group) on all ranks to go "
-            "on, or raise DCP_INDUCTOR_TIMEOUT_S if the peer was only slow."
+            "branch shows up here, and one that was only slow (raise "
+            f"DCP_INDUCTOR_TIMEOUT_S). {WAY_ON}"
         )
         self.record = record
         self.timeout_s = timeout_s

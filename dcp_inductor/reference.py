@@ -221,7 +221,9 @@ def _wait(work: dist.Work | None, group: dist.ProcessGroup) -> None:
             "in a collective that stands in for a direct exchange; which rank is "
             f"missing is not known ({error}). Every rank must make the same sequence "
             "of exchanges with the same dcp_inductor knobs; a rank that died, raised, "
-            "or exchanges directly shows up here. Make the group anew, or raise "
-            "DCP_INDUCTOR_TIMEOUT_S if the peer was only slow",
+            "or exchanges directly shows up here. Make the group anew, of the others "
+            "where a rank has ended (torch.distributed.new_group(ranks, "
+            "use_local_synchronization=True)), or raise DCP_INDUCTOR_TIMEOUT_S if the "
+            "peer was only slow",
         )
         raise late from error

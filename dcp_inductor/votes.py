@@ -19,7 +19,12 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup, Store
 
 from dcp_inductor import config, groups
-from dcp_inductor.errors import DCPDisagreementError, DCPTimeoutError, FaultRecord
+from dcp_inductor.errors import (
+    DCPDisagreementError,
+    DCPTimeoutError,
+    FaultRecord,
+    with_way_on,
+)
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +73,11 @@ def check_departures(group_name: str, site: str) -> None:
         key = _departure_key(group, peer)
         if peer != group.rank() and store.check([key]):
             at = f"at site {site}" if site else "in an exchange"
-            raise DCPDisagreementError(
+            why = (
                 f"rank {group.rank()} waits {at} of group '{group_name}', but rank "
-                f"{peer} has left the group: {store.get(key).decode()}. Call "
-                "dcp_inductor.recover(group) on all ranks to go on"
+                f"{peer} has left the group: {store.get(key).decode()}"
             )
+            raise DCPDisagreementError(with_way_on(why))
 
 
 def post(group_name: str, site: str, vote: str) -> bool:
@@ -191,7 +196,8 @@ def _unheard(
         f"site {site} of group '{name}': rank {rank} keeps the graph's collectives "
         f"({reason}) and expected to hear that every rank does, but ranks {missing} "
         f"did not say so within {timeout_s:g} s. Set dcp_inductor's knobs, "
-        "max_tokens among them, and the backend alike on all ranks; or raise "
+        "max_tokens among them, and the backend alike on all ranks, and compile alike, "
+        "since other dynamic dims may give the site another name; or raise "
         "DCP_INDUCTOR_TIMEOUT_S if these ranks were only slow to compile"
     )
     leave(group, why)
@@ -200,5 +206,5 @@ def _unheard(
         epoch_wanted=0, epoch_seen=0,
     )  # fmt: skip
     error = DCPTimeoutError(record, timeout_s)
-    error.args = (f"{why}. Then call dcp_inductor.recover(group) on all ranks",)
+    error.args = (with_way_on(why),)
     return error

@@ -12,7 +12,8 @@ import ctypes
 import logging
 import secrets
 import threading
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from dcp_inductor.errors import (
     DCPMismatchError,
     DCPTimeoutError,
     FaultRecord,
+    with_way_on,
 )
 from dcp_inductor.runtime import cuda_layout, rendezvous, symm_mem
-from dcp_inductor.runtime.signature import Signature, describe
+from dcp_inductor.runtime.signature import Signature, contrast, describe
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +102,7 @@ class Workspace:
         if self.why_dead:
             raise DCPError(
                 f"the workspace of group '{memory.group_name}' is out of use since: "
-                f"{self.why_dead}. Call dcp_inductor.recover(group) on all ranks to go "
-                "on"
+                f"{with_way_on(self.why_dead)}"
             )
         _, kind, op, site_id, rank, peer, wanted, seen, row, own, other = (
             self.fault.tolist()[:11]
@@ -113,11 +114,10 @@ class Workspace:
         )  # fmt: skip
         error: DCPError
         if kind == _MISMATCH:
+            said = (memory.signature(checksum) for checksum in (own, other))
             error = DCPMismatchError(
-                f"exchange {wanted} of group '{memory.group_name}': rank {rank} came "
-                f"with {memory.signature_text(own)}; rank {peer} came with "
-                f"{memory.signature_text(other)}. Every rank must make the same "
-                "sequence of exchanges with equal shapes, dtypes and options"
+                f"exchange {wanted} of group '{memory.group_name}': "
+                f"{contrast(rank, next(said), peer, next(said))}"
             )
         else:
             error = DCPTimeoutError(record, config.timeout_s)
@@ -220,17 +220,15 @@ class GroupMemory:
     ) -> symm_mem.SymmetricBuffer | Refusal:
         try:
             session = self.session()
-            said = session.exchange({"call": call.pack().hex(), "layout": repr(layout)})
-            for peer, other in enumerate(said):
-                if other != said[self.rank]:
-                    own, its = (
-                        describe(bytes.fromhex(s["call"]))
-                        for s in (said[self.rank], other)
-                    )
+            check = zlib.crc32(repr(layout).encode())
+            route = f"set-up of {layout.size} bytes (layout {check:08x})"
+            own = replace(call, route=route).pack()
+            for peer, said in enumerate(session.exchange({"call": own.hex()})):
+                other = bytes.fromhex(said["call"])
+                if other != own:
                     raise DCPMismatchError(
-                        f"first use of group '{self.group_name}' for an exchange: rank "
-                        f"{self.rank} came with {own}; rank {peer} came with {its}. "
-                        "Every rank must make the same sequence of exchanges"
+                        f"first use of group '{self.group_name}' for an exchange: "
+                        f"{contrast(self.rank, own, peer, other)}"
                     )
             buffers = self._create(session, layout.size)
             if isinstance(buffers, Refusal):
@@ -280,12 +278,12 @@ class GroupMemory:
         """Leave the words behind a checksum where peers can look them up."""
         self._store.set(f"{_SIGNATURE_KEY}/{checksum:08x}", packed.hex())
 
-    def signature_text(self, checksum: int) -> str:
-        """An exchange in words, from its checksum as the device reports it."""
+    def signature(self, checksum: int) -> bytes:
+        """The signature behind a checksum, as the device reports it."""
         key = f"{_SIGNATURE_KEY}/{checksum % (1 << 32):08x}"
         if self._store.check([key]):
-            return describe(bytes.fromhex(self._store.get(key).decode()))
-        return f"an exchange of checksum {checksum % (1 << 32):08x}"
+            return bytes.fromhex(self._store.get(key).decode())
+        return f"an exchange of checksum {checksum % (1 << 32):08x}".encode()
 
     def missing(
         self, error: rendezvous.PeersMissingError, op: str, site: str

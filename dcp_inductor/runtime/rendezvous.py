@@ -42,7 +42,10 @@ def _reachable() -> Iterator[None]:
     except dist.DistError as error:
         raise DCPError(
             "the store of the process group cannot be reached; the process that holds "
-            f"it, usually rank 0, may have ended: {error}. Start all ranks anew"
+            f"it, usually rank 0, may have ended: {error}. Start all ranks anew, or "
+            "call torch.distributed.destroy_process_group() and "
+            "init_process_group(...) at another address on those that still run, and "
+            "compile the model for the new group"
         ) from error
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+from dcp_inductor import config
 from dcp_inductor.runtime import layout
 
 _SEPARATOR = "|"
+_FIELDS = ("op", "shape", "dtype", "options", "route", "site")
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,42 @@ class Signature:
 def describe(packed: bytes) -> str:
     """A published signature in words."""
     op, shape, dtype, options, route, site = _fields(packed)
-    words = [f"{op}[{shape.replace('x', ', ')}] {dtype}"]
+    words = [f"{op}[{shape.replace('x', ', ')}] {dtype}" if dtype else op]
     words += [word for word in (options, f"by {route}" if route else "") if word]
     words += [f"at site {site}"] if site else []
     return ", ".join(words)
 
 
-def differ_in_route(packed: bytes, other: bytes) -> bool:
-    """Whether two published signatures are of equal calls that go different ways."""
-    own, its = _fields(packed), _fields(other)
-    return own[4] != its[4] and own[:4] == its[:4] and own[5] == its[5]
+def contrast(rank: int, own: bytes, peer: int, other: bytes) -> str:
+    """Two ranks' published signatures in words, in what they differ, and what to do."""
+    pairs = zip(_FIELDS, _fields(own), _fields(other), strict=True)
+    differing = [name for name, mine, its in pairs if mine != its]
+    said = (
+        f"rank {rank} came with {describe(own)}; rank {peer} came with "
+        f"{describe(other)}. They differ in {' and '.join(differing) or 'nothing'}. "
+        "Every rank must make the same sequence of exchanges with equal shapes, dtypes "
+        "and options"
+    )
+    if not {*differing} <= {"route", "site"}:
+        return said
+    if "route" in differing:
+        said += (
+            "; equal calls that go different ways point to different settings: set "
+            f"max_tokens ({config.max_tokens} on rank {rank}) and the other knobs "
+            "alike on all ranks"
+        )
+    if "site" in differing:
+        said += (
+            "; a site names the exchange in a compiled graph: file:line, and a hash of "
+            "what the graph computes there (none: outside of such a graph). Equal "
+            "calls at different sites come from ranks that compiled the model "
+            "differently or took different branches: compile alike on all ranks, with "
+            "the same arguments of torch.compile, marks of dynamic dims "
+            "(torch._dynamo.mark_dynamic) and versions"
+        )
+    return said
 
 
 def _fields(packed: bytes) -> list[str]:
     fields = packed.rstrip(b"\0").decode(errors="replace").split(_SEPARATOR)
-    return [*fields, *[""] * 6][:6]
+    return [*fields, *[""] * len(_FIELDS)][: len(_FIELDS)]

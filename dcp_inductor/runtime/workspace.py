@@ -27,10 +27,11 @@ from dcp_inductor.errors import (
     DCPMismatchError,
     DCPTimeoutError,
     FaultRecord,
+    with_way_on,
 )
 from dcp_inductor.runtime import layout, shm
 from dcp_inductor.runtime.process import Process
-from dcp_inductor.runtime.signature import Signature, describe, differ_in_route
+from dcp_inductor.runtime.signature import Signature, contrast
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,16 @@ class Workspace:
         self._why_dead = self._why_dead or reason
         layout.write_u32(self._controls[self.rank], layout.DEAD, 1)
 
+    def refuse_ended_peers(self, op: str) -> None:
+        """Raise where ``op`` waits for a rank whose process has ended.
+
+        Raises:
+            DCPTimeoutError: names the rank.
+        """
+        for peer in range(self.world_size):
+            if peer != self.rank and (why := self._ended(peer)):
+                raise self._lost(why, op, "", peer, 0.0)
+
     def _table(self, slot_bytes: int, arenas: list[int]) -> Tensor:
         # With more ranks than processors a rank that spins keeps its peers waiting.
         crowded = self.world_size > len(os.sched_getaffinity(0))
@@ -211,7 +222,7 @@ class Workspace:
         for rank in range(self.world_size):
             said = self._published(rank)
             if not said.startswith(_ANSWER):
-                raise self._mismatch(op, rank)
+                raise self._mismatch(rank)
             word, _, detail = said[len(_ANSWER) :].rstrip(b"\0").decode().partition(" ")
             answers.append(detail)
             if word == "no" and refusal is None:
@@ -248,7 +259,7 @@ class Workspace:
             raise
         if status == launch_ops.MISMATCH:
             peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
-            mismatch = self._mismatch(op, peer)
+            mismatch = self._mismatch(peer)
             if not all(map(self._has_arrived, range(self.world_size))):
                 # Without a peer that may still read the slot of the call before.
                 self.mark_dead(str(mismatch))
@@ -272,16 +283,25 @@ class Workspace:
             if layout.read_u32(self._controls[peer], layout.DEAD):
                 self._compare_votes(site, rows)
                 why = f"rank {peer} has given up on the group"
-            elif self._processes[peer].is_dead():
-                pid = self._processes[peer].pid
-                why = f"the process of rank {peer} (pid {pid}) has ended"
-            else:
+            elif not (why := self._ended(peer)):
                 continue
             if self._has_arrived(peer):  # it published, and then ended
                 continue
-            error = DCPTimeoutError(self._record(op, site, peer), round(waited_s, 1))
-            error.args = (f"{why}: {error.args[0]}",)
-            raise error
+            raise self._lost(why, op, site, peer, waited_s)
+
+    def _ended(self, peer: int) -> str:
+        """Words for a peer whose process has certainly ended, "" otherwise."""
+        process = self._processes[peer]
+        if not process.is_dead():
+            return ""
+        return f"the process of rank {peer} (pid {process.pid}) has ended"
+
+    def _lost(
+        self, why: str, op: str, site: str, peer: int, waited_s: float
+    ) -> DCPTimeoutError:
+        error = DCPTimeoutError(self._record(op, site, peer), round(waited_s, 1))
+        error.args = (f"{why}: {error.args[0]}",)
+        return error
 
     def _has_arrived(self, peer: int) -> bool:
         offset = layout.slot_offset(self.epoch)
@@ -298,21 +318,12 @@ class Workspace:
             epoch_seen=even if layout.is_later(even, odd) else odd,
         )  # fmt: skip
 
-    def _mismatch(self, op: str, peer: int) -> DCPMismatchError:
-        packed = [self._published(rank) for rank in (self.rank, peer)]
-        own, other = map(describe, packed)
-        error = (
-            f"exchange {self.epoch} of group '{self.group_name}': rank {self.rank} "
-            f"came with {own}; rank {peer} came with {other}. Every rank must make the "
-            "same sequence of exchanges with equal shapes, dtypes and options"
+    def _mismatch(self, peer: int) -> DCPMismatchError:
+        own, other = (self._published(rank) for rank in (self.rank, peer))
+        return DCPMismatchError(
+            f"exchange {self.epoch} of group '{self.group_name}': "
+            f"{contrast(self.rank, own, peer, other)}"
         )
-        if differ_in_route(*packed):
-            error += (
-                "; equal calls that go different ways point to different settings: "
-                f"set max_tokens ({config.max_tokens} on rank {self.rank}) and the "
-                "other knobs alike on all ranks"
-            )
-        return DCPMismatchError(error)
 
     def _refuse(self) -> None:
         if self._pid != os.getpid():
@@ -323,7 +334,7 @@ class Workspace:
             )
         raise DCPError(
             f"the workspace of group '{self.group_name}' is out of use since: "
-            f"{self._why_dead}. Call dcp_inductor.recover(group) on all ranks to go on"
+            f"{with_way_on(self._why_dead)}"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
+from dcp_inductor.errors import DCPMismatchError
 from dcp_inductor.runtime import registry
 from tests.formulations import family_a
 from tests.formulations import spelling as sp
@@ -192,6 +193,40 @@ def test_ranks_that_read_one_graph_differently(
         assert kind in ("DCPDisagreementError", "DCPMismatchError"), (rank, kind, text)
         assert re.search(r"(test_pass_ranks|spelling)\.py:\d+#", text), text
         assert len(set(re.findall(r"\brank (\d)", text))) > 1, text
+
+
+def other_dims(rank: int, size: int, dims: list[int]) -> str:
+    """The error where one rank marks these dims of the partial output dynamic."""
+    torch._dynamo.reset()
+    group = fresh_group(size)
+    ctx = context(rank, size, group)
+    output, lse = torch.randn(3, HEADS * size, HEAD_DIM), torch.randn(3, HEADS * size)
+    for dim in dims if rank == 1 else ():
+        torch._dynamo.mark_dynamic(output, dim)
+        if dim < lse.dim():
+            torch._dynamo.mark_dynamic(lse, dim)
+    compiled = torch.compile(
+        lambda *args: family_a.merge(ctx, *args), backend="dcp_inductor"
+    )
+    text = ""
+    try:
+        compiled(output, lse)
+    except DCPMismatchError as error:
+        text = str(error)
+    registry.recover(group)
+    combine(group.group_name, rank, size)
+    return text
+
+
+def test_ranks_that_mark_other_dims_dynamic_are_told_of_the_sites() -> None:
+    assert world(2).run(other_dims, [0, 1], limit_s=90) == ["", ""]
+    for text in world(2).run(other_dims, [2], limit_s=90):
+        # Equal calls, by what a user knows of them.
+        calls = re.findall(r"came with (a2a_lse_reduce.*?), at site (\S+?)[;.] ", text)
+        assert len({call for call, _ in calls}) == 1, text
+        assert len({site for _, site in calls}) == 2, text
+        assert "They differ in site." in text
+        assert "compile alike on all ranks" in text
 
 
 def test_ranks_that_share_a_cache(tmp_path: Path) -> None:
