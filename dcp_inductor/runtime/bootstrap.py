@@ -8,8 +8,10 @@ rank.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +37,8 @@ def join(
     timeout_s: float,
     site: str = "",
     rows: int = 0,
-    recovering: bool = False,
 ) -> Membership | Refusal:
     """Map the control segments of all ranks; every rank of the group must call this.
-
-    A recovery waits for ranks that have left, since they come back; and it does not
-    meet ranks that have not noticed yet that the others recover.
 
     Raises:
         DCPDisagreementError: a rank refused ``site`` or has left, so it will not come.
@@ -50,35 +48,63 @@ def join(
         return Refusal(
             "ranks", f"{group.size()} ranks are more than {layout.MAX_RANKS}"
         )
+    store = _meeting_place(group)
+    if isinstance(store, Refusal):
+        return store
+    # Looked up before the rendezvous, so that a build does not count as waiting.
+    own = _local_refusal()
+
+    def look() -> None:
+        votes.check_waiting(group.group_name, site, rows)
+
+    with _in_time(group, timeout_s, "set-up", site):
+        session = rendezvous.Session(
+            store, group.rank(), group.size(), timeout_s, while_waiting=look
+        )
+        return _vote(session, group.rank(), own)
+
+
+def meet(
+    group: dist.ProcessGroup, timeout_s: float, look: Callable[[], object]
+) -> None:
+    """Wait until every rank of the group has called this, where the ranks can meet.
+
+    Ranks that have left are waited for, since they come back; and those are not met
+    that have not noticed yet that the others recover. ``look`` may end the wait.
+
+    Raises:
+        DCPTimeoutError: a rank did not come.
+    """
+    store = _meeting_place(group)
+    if isinstance(store, Refusal):
+        return
+    store = dist.PrefixStore("dcp_inductor_recovery", store)
+    with _in_time(group, timeout_s, "recover"):
+        look()
+        rendezvous.Session(
+            store, group.rank(), group.size(), timeout_s, while_waiting=look
+        )
+
+
+def _meeting_place(group: dist.ProcessGroup) -> dist.Store | Refusal:
     if "fake" in dist.get_backend(group):
         return Refusal("fake_group", "the group's backend does not communicate")
     try:
         store = groups.store(group)
     except KeyError:
         store = None
-    if store is None:
-        return Refusal("no_store", "the group has no store to meet at")
-    if recovering:
-        store = dist.PrefixStore("dcp_inductor_recovery", store)
-    # Looked up before the rendezvous, so that a build does not count as waiting.
-    own = _local_refusal()
+    return store or Refusal("no_store", "the group has no store to meet at")
 
-    def look() -> None:
-        if not recovering:
-            votes.check_waiting(group.group_name, site, rows)
 
+@contextlib.contextmanager
+def _in_time(
+    group: dist.ProcessGroup, timeout_s: float, op: str, site: str = ""
+) -> Iterator[None]:
     try:
-        session = rendezvous.Session(
-            store,
-            group.rank(),
-            group.size(),
-            timeout_s,
-            while_waiting=look,
-        )
-        return _vote(session, group.rank(), own)
+        yield
     except rendezvous.PeersMissingError as error:
         record = FaultRecord(
-            op="set-up", site=site, group_name=group.group_name, rank=group.rank(),
+            op=op, site=site, group_name=group.group_name, rank=group.rank(),
             peer=error.ranks[0], epoch_wanted=0, epoch_seen=0,
         )  # fmt: skip
         raise DCPTimeoutError(record, timeout_s) from error

@@ -85,13 +85,14 @@ def recover(group: dist.ProcessGroup) -> bool:
     """Arm the group's memory anew, in place: captured graphs stay valid.
 
     Every rank must call this, with no exchange of the group under way. False: the group
-    has no symmetric memory.
+    has no symmetric memory; why not is found out again by its next exchange.
 
     Raises:
         DCPTimeoutError: a rank did not come within ``config.timeout_s``.
     """
     memory = _groups.get(group)
     if not isinstance(memory, GroupMemory):
+        _groups.pop(group, None)
         return False
     memory.recover()
     return True

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
+
+import torch.distributed as dist
 
 from dcp_inductor import groups
 from dcp_inductor.capability import Refusal
 
 log = logging.getLogger(__name__)
 
-_told: set[tuple[str, str, str]] = set()
+# What was told of a group, by op and reason. Keyed by the object: a group that is made
+# again under an old name is another.
+_told: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]]
+_told = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -30,11 +36,18 @@ def take(op: str, knob: str, mode: str, group_name: str, refusal: Refusal) -> No
     from torch._dynamo.utils import counters
 
     counters["dcp_inductor"][f"fallback.{refusal.code}"] += 1
-    key = (op, group_name, refusal.code)
+    key = (op, refusal.code)
     with _lock:
-        if key in _told:
+        told = _told.setdefault(groups.resolve(group_name), set())
+        if key in told:
             return
-        _told.add(key)
+        told.add(key)
     level = logging.WARNING if groups.rank(group_name) == 0 else logging.DEBUG
     message = "%s over group '%s' uses the collectives: %s"
     log.log(level, message, op, group_name, refusal.detail)
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Tell anew, once, what stands in the way of direct exchanges of ``group``."""
+    with _lock:
+        _told.pop(group, None)

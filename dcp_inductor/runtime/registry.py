@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dcp_inductor import config, groups, votes
 from dcp_inductor.capability import Refusal
-from dcp_inductor.runtime import bootstrap, cuda_registry, layout, ubatch
+from dcp_inductor.runtime import bootstrap, cuda_registry, fallback, layout, ubatch
 from dcp_inductor.runtime.workspace import Workspace
 
 log = logging.getLogger(__name__)
@@ -55,21 +55,28 @@ def workspace_for(
 
 
 def recover(group: dist.ProcessGroup | None = None) -> None:
-    """Set up ``group`` (default: the world) anew; every rank must call this.
+    """Make ``group`` (default: the world) fit for exchanges; every rank must call this.
 
-    The way back after DCPTimeoutError or DCPDisagreementError. No thread may be within
-    an exchange of the group.
+    The way back after DCPTimeoutError or DCPDisagreementError, as long as all ranks
+    run. No thread may be within an exchange of the group. On CPUs the next exchange
+    sets the group up as the first one did; on GPUs memory stays where it is.
 
     Raises:
-        DCPTimeoutError: a rank did not come within ``config.timeout_s``.
+        DCPTimeoutError: a rank did not come within ``config.timeout_s``, or has ended.
     """
     group = groups.or_world(group)
     members = _groups.pop(group, None)
-    if isinstance(members, list):
-        for workspace in members:
-            workspace.mark_dead("recover() was called")
-    if not cuda_registry.recover(group) or members is not None:
-        _set_up(group, recovering=True)
+    workspaces = members if isinstance(members, list) else []
+    for workspace in workspaces:
+        workspace.mark_dead("recover() was called")
+
+    def look() -> None:
+        for workspace in workspaces[:1]:
+            workspace.refuse_ended_peers("recover")
+
+    if not cuda_registry.recover(group):
+        bootstrap.meet(group, config.timeout_s, look)
+    fallback.forget(group)
     votes.recovered(group)
 
 
@@ -79,14 +86,14 @@ def close(group: dist.ProcessGroup) -> None:
 
 
 def _set_up(
-    group: dist.ProcessGroup, site: str = "", rows: int = 0, recovering: bool = False
+    group: dist.ProcessGroup, site: str, rows: int
 ) -> list[Workspace] | Refusal:
     with _lock:
         lock = _locks.setdefault(group, threading.Lock())
     with lock:
         members = _groups.get(group)
         if members is None:
-            joined = bootstrap.join(group, config.timeout_s, site, rows, recovering)
+            joined = bootstrap.join(group, config.timeout_s, site, rows)
             members = (
                 joined if isinstance(joined, Refusal) else _workspaces(group, joined)
             )

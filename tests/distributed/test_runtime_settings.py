@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from dcp_inductor import config, ops, votes
 from dcp_inductor.errors import DCPMismatchError, DCPTimeoutError
 from dcp_inductor.runtime import registry
-from tests.support import Log, combine, fallbacks, fresh_group, world
+from tests.support import Log, combine, epoch, fallbacks, fresh_group, world
 
 TOKEN = torch.empty(0)
 LIMIT_S = 6.0
@@ -198,3 +199,48 @@ def sizes_in_turn(rank: int, size: int) -> list[str]:
 
 def test_a_refusal_for_many_rows_is_not_one_of_few() -> None:
     assert world(2).run(sizes_in_turn, limit_s=120) == [[], []]
+
+
+def recovers(rank: int, size: int) -> list[tuple[dict[str, int], list[str]]]:
+    """A model whose option differs between the ranks, before and after a recovery."""
+    group = fresh_group(size)
+
+    def model(x: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(x, 0, group) + 1
+
+    torch._dynamo.reset()
+    options = {"dcp_inductor.max_tokens": LIMITS[rank]["max_tokens"]}
+    run = torch.compile(model, backend="dcp_inductor", options=options)
+    seen = []
+    for _ in range(2):
+        counters["dcp_inductor"].clear()
+        with Log() as log:
+            for _ in range(2):
+                assert torch.equal(run(torch.ones(2, 8)), torch.full((4, 8), 2.0))
+        seen.append((fallbacks(), log.messages))
+        registry.recover(group)  # outside of the model, and of its option
+    return seen
+
+
+def test_limits_that_differ_are_told_again_after_a_recovery() -> None:
+    told, quiet = world(2).run(recovers, limit_s=ENDED_S)
+    for counts, messages in told:
+        assert counts == {"fallback.config": 2}
+        assert len(messages) == 1
+        assert "rank 1 has max_tokens 64, rank 0 has 4" in messages[0]
+    assert quiet == [({"fallback.config": 2}, [])] * 2
+
+
+def recovers_alike(rank: int, size: int) -> None:
+    group = fresh_group(size)
+    with config.patch(**LIMITS[rank]):
+        eager("q_gather", group.group_name, 2)
+    assert fallbacks() == {"fallback.config": 1}
+    registry.recover(group)
+    combine(group.group_name, rank, size)  # the limits do not differ any more
+    assert fallbacks() == {"fallback.config": 1}
+    assert epoch(group.group_name) > 0
+
+
+def test_limits_set_alike_are_found_so_after_a_recovery() -> None:
+    world(2).run(recovers_alike)

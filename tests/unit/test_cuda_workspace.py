@@ -18,6 +18,7 @@ from dcp_inductor.runtime import (
     cuda_exchange,
     cuda_gather,
     cuda_layout,
+    cuda_registry,
     cuda_workspace,
     symm_mem,
 )
@@ -174,6 +175,14 @@ def test_nothing_comes_between_the_two_halves_of_a_gather() -> None:
         workspace.finish("other")
     assert workspace.finish("rows") == "a plan"
     workspace.refuse_unfinished("q_gather")
+
+
+def test_a_recovery_forgets_why_a_group_has_no_memory() -> None:
+    """Its next exchange finds out again, as the first one did."""
+    group = type("Group", (), {})()
+    cuda_registry._groups[group] = Refusal("config", "rank 1 has max_tokens 4")
+    assert cuda_registry.recover(group) is False
+    assert group not in cuda_registry._groups
 
 
 class Session:
