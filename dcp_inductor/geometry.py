@@ -104,8 +104,9 @@ def check_a2a_lse_reduce(
     """Check arguments of a2a_lse_reduce that no rank could serve.
 
     Raises:
-        ValueError: a wrong number of dims, dtype, scatter mode or split, or sizes that
-            are known to differ; with what was expected and what was given.
+        ValueError: a wrong number of dims, dtype, scatter mode or split, options that
+            contradict each other, or sizes that are known to differ; with what was
+            expected and what was given.
     """
     if partial_output.dim() != 3:
         _refuse("partial_output [T, H, D]", f"{partial_output.dim()} dims")
@@ -127,6 +128,12 @@ def check_a2a_lse_reduce(
                 f"equal {name} in partial_output and partial_lse",
                 f"{of_output} and {of_lse}",
             )
+    if options.full_lse and not options.return_lse:
+        _refuse(
+            "return_lse=True beside full_lse=True, which says how much of the merged "
+            "LSE to return",
+            "return_lse=False; set it, or leave full_lse out",
+        )
     scatter, split_sizes = options.scatter, options.split_sizes
     if scatter not in SCATTER_MODES:
         _refuse(f"scatter in {SCATTER_MODES}", repr(scatter))

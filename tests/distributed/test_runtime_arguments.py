@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcp_inductor import config, ops, recover
-from dcp_inductor.runtime import ubatch
+from dcp_inductor import config, ops, recover, reference
+from dcp_inductor.capability import Refusal
+from dcp_inductor.geometry import MergeOptions
+from dcp_inductor.runtime import collective_combine, shm_exchange, ubatch
 from tests.support import combine, group_name, world
 
 TOKEN = torch.empty(0)
@@ -64,6 +67,52 @@ def bad_arguments(rank: int, size: int) -> None:
 
 def test_bad_arguments_say_what_was_expected() -> None:
     world(2).run(bad_arguments)
+
+
+def full_lse_alone(rank: int, size: int) -> None:
+    name = group_name()
+    partials = torch.zeros(2, 2 * size, 4), torch.zeros(2, 2 * size)
+    alone, together = (
+        MergeOptions(full_lse=True),
+        MergeOptions(return_lse=True, full_lse=True),
+    )
+    message = "expected return_lse=True beside.* got return_lse=False; set it, or leave"
+    switched_off = config.patch(direct_combine="disable")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in partials]
+        fake_token = mode.from_tensor(TOKEN)
+
+    def op(options: MergeOptions, rows: int = 2) -> object:
+        given = [x[:rows] for x in partials]
+        return ops.a2a_lse_reduce(*given, TOKEN, name, **options._asdict())
+
+    def direct(options: MergeOptions) -> object:
+        result = shm_exchange.a2a_lse_reduce(*partials, name, options, None, None, "")
+        assert not isinstance(result, Refusal)
+        return result
+
+    def traced(options: MergeOptions) -> object:
+        return ops.a2a_lse_reduce(*fakes, fake_token, name, **options._asdict())
+
+    for front_door in (
+        op,
+        switched_off(op),
+        lambda options: op(options, rows=0),
+        direct,
+        traced,
+        lambda options: reference.a2a_lse_reduce(*partials, name, options),
+        lambda options: collective_combine.packed_all_to_all(*partials, name, options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            front_door(alone)
+        assert front_door(together)[1].shape[-1] == 2 * size
+    with pytest.raises(ValueError, match=message):
+        collective_combine.corrected_reduce(*partials, name, alone)
+    combine(name, rank, size)
+
+
+def test_a_full_lse_that_is_not_returned_is_refused() -> None:
+    world(2).run(full_lse_alone)
 
 
 def collectives_of_any_layout(rank: int, size: int) -> None:
