@@ -66,6 +66,13 @@ def prove_merge(
         return Refuted(
             "no_exchange", "the partial results meet no collective of the group"
         )
+    shapes = [shape_key(v.shape) for v in map(tensor_val, cut.leaves) if v is not None]
+    if any("0" in shape for shape in shapes[1:]):
+        return Refuted(
+            "no_tokens",
+            f"there are no tokens: a partial output of [{', '.join(shapes[0])}] holds "
+            "nothing to exchange, nor to try",
+        )
     coarse = [v.dtype for v in map(tensor_val, region.nodes) if v is not None]
     if any(dtype.is_floating_point and dtype.itemsize < 2 for dtype in coarse):
         return Refuted("precision", "values are rounded to 8-bit floats on the way")

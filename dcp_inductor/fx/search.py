@@ -43,6 +43,7 @@ _EXPONENTIALS = {
 # How much a refutation tells, least first.
 _INFORMATIVE = (
     "no_exchange",
+    "no_tokens",
     "not_runnable",
     "too_large",
     "not_equivalent",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dcp_inductor.errors import DCPError
-from tests.formulations import family_a
+from tests.formulations import family_a, family_b, family_d
 from tests.formulations import spelling as sp
 from tests.formulations.cases import Context
 from tests.formulations.inputs import Input
@@ -315,6 +315,17 @@ def test_shape_too_large_to_try() -> None:
         LSE_GATHERED,
     )
     accept(merge, [output.expand(4, 4, 16), lse.expand(4, 4)], "a2a_lse_reduce")
+
+
+@pytest.mark.parametrize("fn", [merge, family_b.tree_decoding, family_d.one_gather_own])
+def test_no_tokens(fn: Model) -> None:
+    refuse(
+        fn,
+        partials(2, 0)[1],
+        "no_tokens",
+        "there are no tokens: a partial output of [0, 4, 8] holds nothing to exchange",
+    )
+    accept(fn, partials(2, 1)[1], "a2a_lse_reduce")
 
 
 def test_region_that_does_not_run_at_trial_sizes() -> None:
