@@ -65,8 +65,15 @@ class Explanation:
                 "TORCHDYNAMO_DISABLE) or falls back to eager mode at once "
                 "(TORCH_LOGS=graph_breaks tells)"
             )
+        parted = ""
+        if len(self.graphs) > 1:
+            parted = (
+                "a merge that is parted by a graph break is not seen as one: "
+                "TORCH_LOGS=graph_breaks tells where they are, and why"
+            )
         if not self.rows:
-            return f"found no exchange of decode context parallelism in {graphs}"
+            found = f"found no exchange of decode context parallelism in {graphs}"
+            return "\n".join(line for line in (found, parted) if line)
         summary = (
             f"rewrote {self.rewritten} of {self.found} sites in {graphs}; "
             f"the pass took {pass_ms:.1f} ms"
@@ -80,7 +87,8 @@ class Explanation:
             + ", ".join(dict.fromkeys(row.code for row in self.rows if row.code))
         ]
         advice = advice if self.rewritten < self.found else []
-        return "\n".join([*_table(self.rows), summary, *advice, *memory])
+        lines = [*_table(self.rows), summary, *advice, parted, *memory]
+        return "\n".join(line for line in lines if line)
 
     __repr__ = __str__
 

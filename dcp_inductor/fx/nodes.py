@@ -60,6 +60,8 @@ _CAST_OPS = {
 # float8 types do not promote.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+)')
+# What Dynamo calls the rest of a function behind a graph break.
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<function>\S+)_at_(?P<line>\d+)")
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _PURE_NAMESPACES = ("aten", "prims")
 # Their result depends on the strides of real inputs, which a trial does not reproduce.
@@ -237,6 +239,15 @@ def source_line(node: Node) -> str:
 def location(node: Node) -> str:
     """``file:line`` of it; paths may hold spaces."""
     return _innermost(node)[0]
+
+
+def graph_break(nodes: Iterable[Node]) -> str:
+    """Where the graph break is behind which the nodes' graph begins; "" without one."""
+    for node in nodes:
+        match = _RESUMED.search(node.meta.get("stack_trace") or "")
+        if match:
+            return f"line {match['line']} of {match['function']}"
+    return ""
 
 
 def _innermost(node: Node) -> tuple[str, str]:

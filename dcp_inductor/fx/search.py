@@ -13,7 +13,7 @@ from dcp_inductor import groups
 from dcp_inductor.fx.collectives import Collective, as_collective
 from dcp_inductor.fx.find import cuts
 from dcp_inductor.fx.gathers import gather_sources, prove_gather
-from dcp_inductor.fx.nodes import size_name, source_line, tensor_val
+from dcp_inductor.fx.nodes import graph_break, size_name, source_line, tensor_val
 from dcp_inductor.fx.own_rank import foreign_ranks
 from dcp_inductor.fx.proof import Exit, Proof, Refuted
 from dcp_inductor.fx.prove import prove_merge
@@ -158,7 +158,7 @@ def _merge_from(
         return _candidate(None, _SEVERAL_GROUPS, *best[2:], group, trials, start)
     if not any(n.target in _EXPONENTIALS for n in best[3].nodes):
         return None
-    reject = Reject(best[1].code, best[1].reason)
+    reject = Reject(best[1].code, best[1].reason + _parted(best[3]))
     peers: set[int] = set()
     for _, region in regions:
         peers |= foreign_ranks(region.nodes, group.world_size, group.rank)
@@ -182,6 +182,17 @@ def _merge_from(
         site_name(region.origin(), _key(cut, region, group)) for cut, region in regions
     )
     return missed
+
+
+def _parted(region: Region) -> str:
+    """Words for a near miss that may lack what a graph break keeps from it."""
+    place = graph_break(region.nodes)
+    if not place:
+        return ""
+    return (
+        f"; its graph begins behind a graph break at {place}, where what was exchanged "
+        "before comes in as data (TORCH_LOGS=graph_breaks says why it is there)"
+    )
 
 
 def _leaves_group(region: Region, group: Group) -> bool:

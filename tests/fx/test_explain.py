@@ -17,6 +17,8 @@ import dcp_inductor
 from dcp_inductor import config
 from tests.fx.models import fake_group, merge, merge_inputs, plain
 
+BREAKS = "a merge that is parted by a graph break is not seen as one: TORCH_LOGS=graph"
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _group() -> Iterator[None]:
@@ -121,6 +123,60 @@ def test_graphs_on_both_sides_of_a_break_are_reported() -> None:
     explanation = dcp_inductor.explain(model, *merge_inputs())
     assert [graph.rewritten for graph in explanation.graphs] == [1, 1]
     assert "rewrote 2 of 2 sites in 2 graphs" in str(explanation)
+    assert BREAKS in str(explanation)
+    assert BREAKS not in str(dcp_inductor.explain(merge, *merge_inputs()))
+
+
+def parted(partial_output: Tensor, partial_lse: Tensor) -> Tensor:
+    """A merge with a break between its exchanges."""
+    group = dist.group.WORLD
+    lses = funcol.all_gather_tensor(partial_lse[None], 0, group)
+    torch._dynamo.graph_break()
+    weight = torch.exp(partial_lse - torch.logsumexp(lses, 0))
+    weighted = partial_output * weight[..., None]
+    return funcol.reduce_scatter_tensor(weighted, "sum", 1, group) + 1
+
+
+def parted_behind(partial_output: Tensor, partial_lse: Tensor) -> Tensor:
+    """The same with the weights on the other side, so that a plain sum is left."""
+    group = dist.group.WORLD
+    lses = funcol.all_gather_tensor(partial_lse[None], 0, group)
+    weight = torch.exp(partial_lse - torch.logsumexp(lses, 0))
+    torch._dynamo.graph_break()
+    weighted = partial_output * weight[..., None]
+    return funcol.reduce_scatter_tensor(weighted, "sum", 1, group) + 1
+
+
+def test_a_merge_that_a_graph_break_parts_is_told_of_it() -> None:
+    explanation = dcp_inductor.explain(parted, *merge_inputs())
+    [row] = [row for row in explanation.rows if row.kind == "combine"]
+    line = parted.__code__.co_firstlineno + 4
+    assert row.code == "not_equivalent"
+    assert f"begins behind a graph break at line {line} of parted" in row.reason
+    assert BREAKS in str(explanation)
+    explanation = dcp_inductor.explain(parted_behind, *merge_inputs())
+    assert "combine" not in [row.kind for row in explanation.rows]
+    assert BREAKS in str(explanation)
+
+
+def bounded(partial_output: Tensor, partial_lse: Tensor) -> Tensor:
+    torch._check(partial_lse.shape[0] > 0)
+    return merge(partial_output, partial_lse)
+
+
+def test_unbacked_tokens_that_there_are_some_of() -> None:
+    """Output and LSE have two sizes that nothing relates; that is not in the way."""
+    for model in (bounded, merge):
+        inputs = merge_inputs()
+        for tensor in inputs:
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+        explanation = dcp_inductor.explain(model, *inputs)
+        [row] = [row for row in explanation.rows if row.kind == "combine"]
+        if len(explanation.graphs) == 1:
+            assert row.decision == "rewritten"
+        else:  # torch breaks the graph at logsumexp, which asks for a number
+            assert model is merge
+            assert "behind a graph break at line" in row.reason
 
 
 def test_equal_layers_share_a_row() -> None:
