@@ -23,7 +23,15 @@ struct CombineVariant {
   bool baseline;
   CombineLaunch launch;
   uint32_t window;
+  uint32_t tokens_per_request = 0;  // 0: without lengths, hence without row masks
 };
+
+__global__ void fill_requests(int32_t* lengths, int32_t* starts, int count, int step) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    lengths[i] = 1 + i;
+    starts[i] = i * step;
+  }
+}
 
 class CombineBench {
  public:
@@ -44,6 +52,11 @@ class CombineBench {
                                true);
     }
     CUDA_CHECK(cudaMalloc(&differences_, 8));
+    for (int step : {1, 2}) {
+      CUDA_CHECK(cudaMalloc(&lengths_[step], (max_tokens + 1) * 4));
+      CUDA_CHECK(cudaMalloc(&starts_[step], (max_tokens + 1) * 4));
+      fill_requests<<<1, 256>>>(lengths_[step], starts_[step], max_tokens + 1, step);
+    }
     CUDA_CHECK(cudaDeviceSynchronize());
   }
   ~CombineBench() {
@@ -54,6 +67,10 @@ class CombineBench {
       cudaFree(expected_[r]);
     }
     cudaFree(differences_);
+    for (int step : {1, 2}) {
+      cudaFree(lengths_[step]);
+      cudaFree(starts_[step]);
+    }
   }
 
   static double bytes_per_rank(int n, int tokens, int heads) {
@@ -94,6 +111,11 @@ class CombineBench {
     p.num_heads = heads_;
     p.head_dim = kHeadDim;
     p.window = v.window;
+    if (v.tokens_per_request != 0) {
+      p.seq_lens = lengths_[v.tokens_per_request];
+      p.query_start_loc = starts_[v.tokens_per_request];
+      p.num_requests = (tokens + v.tokens_per_request - 1) / v.tokens_per_request;
+    }
     plan_combine(p, launch);
     if (v.baseline) {
       baseline::launch(p, n_, launch.warps_per_block ? launch.warps_per_block : 4, stream);
@@ -134,6 +156,7 @@ class CombineBench {
   World world_;
   char *partial_[kMaxRanks], *lse_[kMaxRanks], *output_[kMaxRanks], *expected_[kMaxRanks];
   unsigned long long* differences_;
+  int32_t *lengths_[3], *starts_[3];  // by tokens of a request; 1 and 2 exist
 };
 
 inline std::vector<CombineVariant> combine_variants(bool sweep, int tokens) {
@@ -155,6 +178,10 @@ inline std::vector<CombineVariant> combine_variants(bool sweep, int tokens) {
       variants.back().launch.invite_next = false;
       add("lamport_no_overlap", false, CombineKernel::kLamport, 0, 0, 0);
       variants.back().launch.overlap_launch = false;
+      for (uint32_t step : {1u, 2u}) {
+        add("lamport_lengths_" + std::to_string(step), false, CombineKernel::kLamport, 0, 0, 0);
+        variants.back().tokens_per_request = step;
+      }
     }
     if (tokens >= 8) add("tiled", false, CombineKernel::kTiled, 0, 0, 1);
     return variants;
@@ -198,7 +225,7 @@ inline void bench_combine(bool sweep, const std::vector<int>& ranks,
             base = us;
           else if (tiled && us < best_tiled)
             best_tiled = us, tiled_name = v.name;
-          else if (!tiled && v.launch.overlap_launch && v.launch.invite_next && us < best_lamport)
+          else if (!tiled && (v.name == "lamport" || sweep) && us < best_lamport)
             best_lamport = us, lamport_name = v.name;
         }
         const double best = std::min(best_lamport, best_tiled);

@@ -97,6 +97,7 @@ __device__ __forceinline__ bool row_is_masked(const CombineParams& p, uint32_t r
     const int32_t* starts = p.query_start_loc;
     const int32_t first = starts[token], last = starts[token + 1], length = p.seq_lens[token];
     const int32_t t = static_cast<int32_t>(token);
+    evaluate_now(length);  // else it is asked for when the others are here
     if (first <= t && t < last) return length <= 0;
   }
   return token_is_empty(p, token);

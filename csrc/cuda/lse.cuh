@@ -35,11 +35,11 @@ __device__ __forceinline__ float without_marks(float lse) {
 
 // Whether token `t` has no local KV or is padding. The warp answers together, by a 32-way search
 // (two steps up to 1024 requests).
-__device__ __forceinline__ bool search_token(const int32_t* starts, const int32_t* lengths,
-                                  uint32_t num_requests, uint32_t t) {
+__device__ __forceinline__ bool token_is_empty(const CombineParams& p, uint32_t t) {
+  const int32_t* starts = p.query_start_loc;
   const int32_t token = static_cast<int32_t>(t);
   const uint32_t lane = threadIdx.x % 32;
-  uint32_t low = 0, count = num_requests;  // requests [low, low + count) may end after t
+  uint32_t low = 0, count = p.num_requests;  // requests [low, low + count) may end after t
   while (count > 0) {
     const uint32_t step = (count + 31) / 32;
     const uint32_t offset = lane * step;
@@ -50,11 +50,7 @@ __device__ __forceinline__ bool search_token(const int32_t* starts, const int32_
     low += skipped;
     count = min(step - 1, count - skipped);
   }
-  return low >= num_requests || lengths[low] <= 0;
-}
-
-__device__ __forceinline__ bool token_is_empty(const CombineParams& p, uint32_t t) {
-  return search_token(p.query_start_loc, p.seq_lens, p.num_requests, t);
+  return low >= p.num_requests || p.seq_lens[low] <= 0;
 }
 
 // The merged LSE, in the base of the input, of the largest one and the sum of exp(lse - largest).

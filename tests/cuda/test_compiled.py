@@ -243,8 +243,9 @@ def example_model(rank: int, size: int, prompts: list[list[int]]) -> tuple[float
     return difference, counters["dcp_inductor"]["rewritten"]
 
 
-def test_example_model_in_bf16() -> None:
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_example_model_in_bf16(size: int) -> None:
     prompts = [[1, 2, 3], list(range(10, 30))]
-    for difference, rewritten in worlds.run(2, example_model, prompts, limit_s=500):
+    for difference, rewritten in worlds.run(size, example_model, prompts, limit_s=280):
         assert rewritten > 0
         assert difference < 0.25, difference

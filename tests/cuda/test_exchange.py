@@ -336,7 +336,7 @@ def captured(rank: int, size: int, replays: int) -> None:
     cuda_registry.check()
 
 
-@pytest.mark.parametrize(("size", "replays"), [(2, 40), (4, 20)])
+@pytest.mark.parametrize(("size", "replays"), [(2, 40), (4, 20), (8, 8)])
 def test_graphs_replay_with_changing_inputs(size: int, replays: int) -> None:
     worlds.run(size, captured, replays, limit_s=300)
 
