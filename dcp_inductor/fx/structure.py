@@ -19,7 +19,9 @@ from dcp_inductor.fx.nodes import is_number, is_view_like, tensor_val
 from dcp_inductor.fx.region import Region
 
 _aten = torch.ops.aten
-# Ops that move elements without computing: T = 1 and T > 1 differ in these alone.
+# Ops that move elements without computing: T = 1 and T > 1 differ in these alone. And so
+# do ranks of which some pad the operands of a matrix product, as Inductor does on each
+# rank for itself where it has measured a gain.
 _MOVERS = {
     operator.getitem,
     _aten.split.Tensor,
@@ -29,6 +31,7 @@ _MOVERS = {
     _aten.cat.default,
     _aten.stack.default,
     _aten.expand.default,
+    _aten.constant_pad_nd.default,
     _aten.copy.default,
     _aten.empty.memory_format,
     torch.ops.prims.convert_element_type.default,
@@ -95,7 +98,8 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
     """A short name of a site's structure, free of T and of rank constants.
 
     Ranks that compiled the same site at different T, or whose graphs differ in own-rank
-    constants, arrive at the same key, so that they find each other's votes.
+    constants or in padding, arrive at the same key, so that they find each other's
+    votes.
     """
     parts: list[str] = [kind, str(world_size), str(feature)]
     steps = []

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from dcp_inductor import groups
@@ -325,6 +326,26 @@ def test_ranks_agree_on_the_op() -> None:
     texts = {str(sorted(op_of(each).kwargs.items(), key=str)) for each in after}
     assert len(texts) == 1
     assert len({each.only.site for each in after}) == 1
+
+
+def padded_merge(ctx: Context, output: Tensor, lse: Tensor) -> Tensor:
+    merged = family_a.merge(ctx, output, lse)
+    return F.pad(merged, (0, 0, 0, 3)) if ctx.rank == 1 else merged
+
+
+def padded_gather(ctx: Context, query: Tensor, _: Tensor) -> Tensor:
+    gathered = sp.ag(ctx, query, 1)
+    return F.pad(gathered, (0, 0, 0, 3)) if ctx.rank == 1 else gathered
+
+
+@pytest.mark.parametrize("fn", [padded_merge, padded_gather])
+def test_padding_on_one_rank_does_not_rename_a_site(fn: Model) -> None:
+    """Inductor pads what goes into a matrix product, by timings of its own rank."""
+    for form in (STATIC, DYNAMIC):
+        after, error = deviation(fn, partials(4), form=form)
+        assert error < LIMIT
+        assert [each.only.code for each in after] == [""] * 4
+        assert len({each.only.site for each in after}) == 1
 
 
 def test_trials_are_few_and_remembered() -> None:
