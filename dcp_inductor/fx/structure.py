@@ -19,9 +19,9 @@ from dcp_inductor.fx.nodes import is_number, is_view_like, tensor_val
 from dcp_inductor.fx.region import Region
 
 _aten = torch.ops.aten
-# Ops that move elements without computing: T = 1 and T > 1 differ in these alone. And so
-# do ranks of which some pad the operands of a matrix product, as Inductor does on each
-# rank for itself where it has measured a gain.
+# Ops that move elements without computing. T = 1 and T > 1 differ in these alone, and
+# so do ranks of which one pads the operands of a matrix product, as Inductor does on
+# each rank by timings of its own.
 _MOVERS = {
     operator.getitem,
     _aten.split.Tensor,

@@ -1,4 +1,4 @@
-"""The example model on GPUs whose group is gloo.
+"""The example model on GPUs: eager against compiled, also where the group is gloo.
 
 gloo cannot gather CUDA tensors for functional collectives (torch 2.11 crashes in it),
 and NCCL wants a GPU for each rank. So the gathers that stay in the graph, and those of
@@ -8,11 +8,16 @@ are left to the pass, which replaces them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from examples.mla_lm import parallel
+from examples.mla_lm.demo import CHECKPOINT
+from examples.mla_lm.generate import compile_step, prefill
+from examples.mla_lm.model import load_model
 
 _LIBRARY = torch.library.Library("dcp_inductor_tests", "DEF")
 _LIBRARY.define("host_gather(Tensor x, int size, str group_name) -> Tensor")
@@ -56,3 +61,42 @@ def through_the_host(dcp_group: dist.ProcessGroup) -> None:
         return every(x, group).sum(0).chunk(group.size(), dim)[group.rank()]
 
     parallel._all_gather, parallel._reduce_scatter = all_gather, reduce_scatter
+
+
+@torch.no_grad()
+def errors(layout: parallel.Layout, backend: object, steps: int) -> tuple[float, float]:
+    """Largest error of the logits in bf16, eager and compiled, against eager fp32.
+
+    In units of the largest logit's last place in bf16. All get the tokens that the fp32
+    model chose, since greedy choices between logits that are close may part.
+    """
+    exact, eager = (
+        load_model(CHECKPOINT, layout, dtype).to("cuda")
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    compiled = compile_step(eager, backend)
+    prompts = [[1, 2, 3], list(range(10, 30))]
+    worst, largest = [0.0, 0.0], 0.0
+    torch.set_default_device("cuda")
+    try:
+        models = (exact, eager, eager)
+        caches, first = zip(
+            *(prefill(model, prompts, steps) for model in models), strict=True
+        )
+        logits = first[0]
+        for _ in range(steps):
+            chosen = logits.argmax(-1)
+            inputs = [cache.next_inputs(chosen) for cache in caches]
+            logits = exact(inputs[0], caches[0].layers)
+            largest = max(largest, float(logits.abs().max()))
+            got = [eager(inputs[1], caches[1].layers)]
+            # Dynamo of torch 2.11 cannot look through the mode of a default device.
+            torch.set_default_device(None)
+            got.append(compiled(inputs[2], caches[2].layers))
+            torch.set_default_device("cuda")
+            for i, each in enumerate(got):
+                worst[i] = max(worst[i], float((each.float() - logits).abs().max()))
+    finally:
+        torch.set_default_device(None)
+    unit = 2.0 ** math.floor(math.log2(largest)) * torch.finfo(torch.bfloat16).eps
+    return worst[0] / unit, worst[1] / unit

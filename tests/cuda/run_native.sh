@@ -40,7 +40,7 @@ stage stress 120 "$build/stress" $replays
 if [ $sanitized -gt 0 ] && command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck synccheck; do
     for program in check_combine check_gather; do
-      stage "$tool.$program" 60 compute-sanitizer --tool $tool --error-exitcode 9 \
+      stage "$tool.$program" 150 compute-sanitizer --tool $tool --error-exitcode 9 \
         "$build/$program" $sanitized
     done
   done

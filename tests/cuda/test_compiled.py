@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
 from dcp_inductor import config, explain
 from dcp_inductor.backend import dcp_inductor
@@ -198,12 +199,9 @@ def test_explain_shows_the_memory_that_exchanges_take() -> None:
         assert held >= layout.size
 
 
-def example_model(rank: int, size: int, prompts: list[list[int]]) -> tuple[float, int]:
-    from examples.mla_lm.demo import CHECKPOINT
-    from examples.mla_lm.generate import compile_step, generate
-    from examples.mla_lm.model import load_model
+def example_model(rank: int, size: int) -> tuple[float, float, int]:
     from examples.mla_lm.parallel import create_layout
-    from tests.cuda.example_model import through_the_host
+    from tests.cuda.example_model import errors, through_the_host
 
     torch._dynamo.reset()
     counters.clear()
@@ -211,41 +209,16 @@ def example_model(rank: int, size: int, prompts: list[list[int]]) -> tuple[float
     dcp_group = dist.new_group(list(range(size)))
     layout = dataclasses.replace(create_layout(size), dcp_group=dcp_group)
     through_the_host(dcp_group)
-    model = load_model(CHECKPOINT, layout, torch.bfloat16).to("cuda")
-    torch.set_default_device("cuda")
-    try:
-        eager = generate(model, prompts, 6)
-        compiled_step = compile_step(model, dcp_inductor)
-
-        def step(*args):
-            # Dynamo of torch 2.11 cannot look through the mode of a default device.
-            torch.set_default_device(None)
-            try:
-                return compiled_step(*args)
-            finally:
-                torch.set_default_device("cuda")
-
-        fused = generate(model, prompts, 6, step=step)
-    finally:
-        torch.set_default_device(None)
-    # Greedy choices of a random prompt may part in bf16; up to there steps are equal.
-    same = 0
-    while same < 6 and all(
-        a[same] == b[same] for a, b in zip(eager.tokens, fused.tokens, strict=True)
-    ):
-        same += 1
-    assert same >= 2, (eager.tokens, fused.tokens)
-    difference = max(
-        float((eager.logits[i].float() - fused.logits[i].float()).abs().max())
-        for i in range(min(same + 1, 6))
-    )
+    # Inductor pads products where it has measured a gain: on one rank, say.
+    padding = {"shape_padding": rank == 1, "force_shape_pad": rank == 1}
+    with inductor_config.patch(padding):
+        eager, compiled = errors(layout, dcp_inductor, 6)
     assert not fallbacks(), fallbacks()
-    return difference, counters["dcp_inductor"]["rewritten"]
+    return eager, compiled, counters["dcp_inductor"]["rewritten"]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_example_model_in_bf16(size: int) -> None:
-    prompts = [[1, 2, 3], list(range(10, 30))]
-    for difference, rewritten in worlds.run(size, example_model, prompts, limit_s=280):
+    for eager, compiled, rewritten in worlds.run(size, example_model, limit_s=280):
         assert rewritten > 0
-        assert difference < 0.25, difference
+        assert max(eager, compiled) < 8.0, (eager, compiled)

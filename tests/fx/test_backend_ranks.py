@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor.fx_passes import pad_mm
 
 from tests.fx.models import fake_group, merge, merge_inputs
 from tests.support import world
@@ -70,6 +72,40 @@ def test_one_rank_recompiles_while_the_other_runs() -> None:
     dynamic, static = world(2).run(run_with_histories, limit_s=180)
     assert (dynamic[0], static[0]) == ([1, 0, 0], [1, 1, 1])
     assert max(dynamic[1] + static[1]) < 1e-5
+
+
+def project_with_padding(rank: int, size: int) -> tuple[int, float]:
+    """Rank 1 pads the operands of a product, as if it had measured a gain on a GPU."""
+    torch._dynamo.reset()
+    pads = 0
+    weight = torch.eye(merge_inputs()[0].shape[-1]) * 3
+
+    def count(graph: torch.fx.Graph) -> None:
+        nonlocal pads
+        pads = sum("constant_pad_nd" in str(node.target) for node in graph.nodes)
+
+    def model(output: Tensor, lse: Tensor) -> Tensor:
+        merged = merge(output, lse)
+        return torch.bmm(merged, weight.expand(len(merged), -1, -1))
+
+    settings = {"force_shape_pad": rank == 1, "post_grad_custom_post_pass": count}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pad_mm, "check_device", lambda *_: rank == 1)
+        patch.setattr(pad_mm, "has_triton", lambda: True)
+        compiled = torch.compile(
+            model, backend="dcp_inductor", dynamic=False, options=settings
+        )
+        result = compiled(*merge_inputs(3, seed=rank))
+    return pads, (result - reference(size, rank, 3) * 3).abs().max().item()
+
+
+def test_one_rank_pads_what_follows_a_merge() -> None:
+    (without, error), (padded, other_error) = world(2).run(
+        project_with_padding, limit_s=180
+    )
+    assert not without
+    assert padded
+    assert max(error, other_error) < 1e-4
 
 
 def graph_of(rank: int) -> list[tuple[str, str, str]]:
