@@ -296,12 +296,13 @@ def rewrite_gather(
     with anchor:
         node = emit.permute(site.source, [label - 1 for label in (*before, *behind)])
         if before:
+            # With one head a rank its dim is none of these; rows stay whole then.
+            heads, width = (behind[:1], behind[1:]) if behind[1:] else ((), behind)
             node = emit.reshape(
                 node,
                 [
-                    math.prod(sizes[label] for label in before),
-                    sizes[behind[0]] if behind else 1,
-                    math.prod(sizes[label] for label in behind[1:]),
+                    math.prod(sizes[label] for label in labels)
+                    for labels in (before, heads, width)
                 ],
             )
             op = emit.call(ops.q_gather, node, token, site.group.name, site=site.name)

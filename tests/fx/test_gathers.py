@@ -95,6 +95,13 @@ def test_flat_buffer() -> None:
     exact(lambda ctx, x: sp.ag(ctx, x) * 1.0, per_rank(2, 24), "kv_gather")
 
 
+@pytest.mark.parametrize("form", [STATIC, DYNAMIC])
+def test_one_head_a_rank_is_gathered_in_whole_rows(form: str) -> None:
+    """A GPU moves rows of 16 bytes and more; elements would take the collective."""
+    call = exact(heads_joined, per_rank(2, 3, 1, 8), "q_gather", form=form)
+    assert call.args[0].meta["val"].shape[1:] == (1, 8)
+
+
 def test_name_of_a_gathered_vector_is_free_of_its_size() -> None:
     """Ranks meet under it, of which one may have a static graph of its own size."""
 
