@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcp_inductor import config
+from dcp_inductor import config, votes
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -68,6 +68,7 @@ def dcp_inductor(
         present, DcpPass(overrides), cached=not report.collecting()
     )
     with config.arguments(overrides):
+        votes.reconsider()
         compiled = inductor(gm, example_inputs)
     return _with_arguments(compiled, overrides)
 

@@ -8,11 +8,14 @@ nothing else tells do not wait for it.
 
 A refusal for the number of rows says nothing about other numbers, so it has a name of
 its own (``of_rows``): votes stay in the store when a graph is compiled for other sizes.
+A rank that has decided both ways, since a knob changed, may run either graph; what it
+will do is not known from its votes then, and they are told from no other.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from weakref import WeakKeyDictionary
 
@@ -29,10 +32,13 @@ from dcp_inductor.errors import (
 log = logging.getLogger(__name__)
 
 ACCEPTED = "accepted"
+_EITHER = "accepted and refused"
 _LONGEST_NAP_S = 0.02
 
 # Sites whose peers have all voted alike.
 _settled: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
+# This rank's own votes by site.
+_own: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 # Recoveries so far; equal on all ranks, since a recovery is collective.
 _recoveries: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
@@ -40,6 +46,9 @@ _recoveries: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 def of_rows(site: str, rows: int | str) -> str:
     """The name under which a site of this many rows is refused for their number."""
     return f"{site}, {rows} rows"
+
+
+_OF_ROWS = re.compile(r", (?P<rows>\d+) rows")
 
 
 def _key(site: str, rank: int) -> str:
@@ -85,15 +94,37 @@ def post(group_name: str, site: str, vote: str) -> bool:
 
     Returns whether that could be done.
     """
-    group = groups.resolve(group_name)
+    return _post(groups.resolve(group_name), site, vote)
+
+
+def _post(group: ProcessGroup, site: str, vote: str) -> bool:
+    own = _own.setdefault(group, {})
+    before = own.get(site, vote)
+    if before == _EITHER or (before == ACCEPTED) != (vote == ACCEPTED):
+        vote = _EITHER
     try:
         groups.store(group).set(_key(site, group.rank()), vote)
-    except RuntimeError as error:
-        # A fake group's store takes nothing. Without votes a difference between ranks
-        # still ends in a timeout that names the site.
+    except (KeyError, RuntimeError) as error:
+        # A fake group's store takes nothing, and a destroyed group has none. Without
+        # votes a difference between ranks still ends in a timeout that names the site.
         log.debug("vote on site %s not posted: %s", site, error)
         return False
+    own[site] = vote
     return True
+
+
+def reconsider() -> None:
+    """Take back refusals of as many rows as ``config.max_tokens`` allows.
+
+    Called whenever this process compiles, from a cache or not: its graphs may have been
+    refused under a lower limit, and a peer must not think that they still run.
+    """
+    for group, own in list(_own.items()):
+        for site, vote in list(own.items()):
+            match = _OF_ROWS.search(site)
+            allowed = match and int(match["rows"]) <= config.max_tokens
+            if allowed and vote not in (ACCEPTED, _EITHER):
+                _post(group, site, ACCEPTED)
 
 
 def peers(group_name: str, site: str) -> dict[int, str]:
@@ -122,7 +153,9 @@ def check(group_name: str, site: str, own_vote: str) -> bool:
     votes = peers(group_name, site)
     accepted = own_vote == ACCEPTED
     others = {
-        peer: vote for peer, vote in votes.items() if (vote == ACCEPTED) != accepted
+        peer: vote
+        for peer, vote in votes.items()
+        if vote != _EITHER and (vote == ACCEPTED) != accepted
     }
     if others:
         told = "; ".join(

@@ -69,6 +69,7 @@ class DcpPass(InferenceAwarePass):
             return
         with config.patch(self.config_overrides):
             if config.enable:
+                votes.reconsider()  # where no backend of ours does, as in vLLM
                 with _disable_current_modes(), torch.no_grad(), _one_thread():
                     self._run(graph, is_inference)
 

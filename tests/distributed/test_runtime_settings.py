@@ -201,6 +201,34 @@ def test_a_refusal_for_many_rows_is_not_one_of_few() -> None:
     assert world(2).run(sizes_in_turn, limit_s=120) == [[], []]
 
 
+def raises_the_limit(rank: int, size: int) -> list[str]:
+    """All ranks raise the limit and compile again; then one comes late."""
+    group = fresh_group(size)
+
+    def model(x: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(x, 0, group) + 1
+
+    told = []
+    for limit in (4, 64):
+        torch._dynamo.reset()
+        options = {"dcp_inductor.max_tokens": limit}
+        run = torch.compile(
+            model, backend="dcp_inductor", dynamic=False, options=options
+        )
+        counters.clear()
+        for late in (False, True):
+            if late and rank == 1:
+                time.sleep(2.5)
+            assert torch.equal(run(torch.ones(5, 8)), torch.full((10, 8), 2.0))
+        told += sorted(k for k in counters["dcp_inductor"] if k != "found")
+    return told
+
+
+def test_a_refusal_is_taken_back_when_the_limit_is_raised() -> None:
+    for told in world(2).run(raises_the_limit, limit_s=ENDED_S):
+        assert told == ["rejected.over_capacity", "rewritten"]
+
+
 def recovers(rank: int, size: int) -> list[tuple[dict[str, int], list[str]]]:
     """A model whose option differs between the ranks, before and after a recovery."""
     group = fresh_group(size)
