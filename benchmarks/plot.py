@@ -19,7 +19,8 @@ from matplotlib import pyplot
 
 RANKS = (2, 4, 8)
 HEADS = 128
-DIRECT = ("lamport", "tiled")
+COMBINES = {"four_launch": "four launches", "lamport": "marked", "tiled": "tiled"}
+GATHERS = {"packets": "packets", "slices": "slices"}
 
 
 def times(
@@ -38,29 +39,26 @@ def main(source: str, target: str) -> None:
     result = json.loads(Path(source).read_text())
     figure, axes = pyplot.subplots(2, 3, figsize=(9.6, 5.6), sharex=True)
     for column, ranks in enumerate(RANKS):
-        combine = times(result["rows"], "a2a_lse_reduce", ranks)
-        best = {
-            tokens: min(combine[v][tokens] for v in DIRECT if tokens in combine[v])
-            for tokens in combine["four_launch"]
-        }
-        axis = axes[0][column]
-        axis.plot(*zip(*combine["four_launch"].items(), strict=True), "o-", ms=3)
-        axis.plot(*zip(*best.items(), strict=True), "s-", ms=3)
-        axis.axhline(result["empty_launch_us"][str(ranks)], ls=":", c="gray")
-        axis.set_title(f"combine, N = {ranks}", fontsize=9)
-        gather = times(result["rows"], "q_gather", ranks)
-        axis = axes[1][column]
-        for variant in ("packets", "slices"):
-            axis.plot(*zip(*gather[variant].items(), strict=True), "o-", ms=3)
-        axis.set_title(f"query gather, N = {ranks}", fontsize=9)
-        axis.set_xlabel("tokens")
-    for row, names in zip(
-        axes,
-        (("four launches", "direct", "empty launch"), ("packets", "slices")),
-        strict=True,
-    ):
+        for axis, op, variants in (
+            (axes[0][column], "a2a_lse_reduce", COMBINES),
+            (axes[1][column], "q_gather", GATHERS),
+        ):
+            measured = times(result["rows"], op, ranks)
+            for variant, name in variants.items():
+                points = zip(*measured[variant].items(), strict=True)
+                axis.plot(*points, "o-", ms=3, label=name)
+        axes[0][column].axhline(
+            result["empty_launch_us"][str(ranks)],
+            ls=":",
+            c="gray",
+            label="empty launch",
+        )
+        axes[0][column].set_title(f"combine, N = {ranks}", fontsize=9)
+        axes[1][column].set_title(f"query gather, N = {ranks}", fontsize=9)
+        axes[1][column].set_xlabel("tokens")
+    for row in axes:
         row[0].set_ylabel("us per call, all ranks")
-        row[0].legend(names, fontsize=7)
+        row[0].legend(fontsize=7)
         for axis in row:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")

@@ -34,6 +34,10 @@ def _check_token(token: Tensor) -> None:
 
 def _check_empty(token: Tensor) -> None:
     # The quick form of _check_token, for calls.
+    if token is None:  # which a schema's Tensor lets through
+        raise ValueError(
+            "order token: expected an empty tensor, torch.empty(0), got None"
+        )
     if token.numel():
         raise ValueError(
             f"order token: expected no elements, got shape {tuple(token.shape)}"

@@ -59,13 +59,8 @@ def workspace_for(group_name: str, device: torch.device) -> Workspace | Refusal:
             f"expected tensors on {memory.device}, where group '{group_name}' was set "
             f"up, got {device}"
         )
-    index = ubatch.current()
-    if index >= len(memory.workspaces):
-        raise ValueError(
-            f"expected a micro-batch below {len(memory.workspaces)}, which group "
-            f"'{group_name}' was set up with, got {index}; set "
-            "DCP_INDUCTOR_NUM_UBATCHES before the first exchange"
-        )
+    held = len(memory.workspaces)
+    index = ubatch.within(held, group_name, "exchange over a new group")
     return memory.workspaces[index]
 
 

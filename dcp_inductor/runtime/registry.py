@@ -44,14 +44,8 @@ def workspace_for(
         members = _set_up(group, site, rows)
     if isinstance(members, Refusal):
         return members
-    index = ubatch.current()
-    if index >= len(members):
-        raise ValueError(
-            f"expected a micro-batch below {len(members)}, which group '{group_name}' "
-            f"was set up with, got {index}; set DCP_INDUCTOR_NUM_UBATCHES before the "
-            "first exchange"
-        )
-    return members[index]
+    again = "call dcp_inductor.recover(group) on all ranks, which sets it up anew"
+    return members[ubatch.within(len(members), group_name, again)]
 
 
 def recover(group: dist.ProcessGroup | None = None) -> None:

@@ -34,3 +34,18 @@ def ubatch(index: int) -> Iterator[None]:
         yield
     finally:
         _state.index = previous
+
+
+def within(held: int, group_name: str, way_on: str) -> int:
+    """The micro-batch of this thread, which must be one of the ``held`` of the group.
+
+    Raises:
+        ValueError: it is not; the message ends with ``way_on``.
+    """
+    if _state.index < held:
+        return _state.index
+    raise ValueError(
+        f"expected a micro-batch below {held}, which group '{group_name}' was set up "
+        f"with, got {_state.index}. Set num_ubatches (DCP_INDUCTOR_NUM_UBATCHES) ahead "
+        f"of the group's first exchange, or {way_on}"
+    )

@@ -25,6 +25,10 @@ def bad_arguments(rank: int, size: int) -> None:
             seq_lens=torch.tensor(lengths), query_start_loc=torch.tensor(starts),
         )  # fmt: skip
 
+    def in_ubatch(index: int) -> object:
+        with ubatch.ubatch(index):
+            return ops.kv_gather(x, TOKEN, name)
+
     masked([1], [0, 2])
     for call, message in (
         (lambda: ops.q_gather(x[0], TOKEN, name), r"expected query \[T, h, D\], got 2"),
@@ -50,6 +54,7 @@ def bad_arguments(rank: int, size: int) -> None:
         (lambda: masked([[1]], [0, 2]), "seq_lens with 1 dim, got 2"),
         (lambda: masked([0.5], [0, 2]), "seq_lens of integers, got torch.float32"),
         (lambda: ops.kv_gather(x, torch.empty(1), name), "token: expected no elements"),
+        (lambda: ops.kv_gather(x, None, name), r"torch.empty\(0\), got None"),
         (
             lambda: ops.a2a_lse_reduce(x[:, :, :2], lse.to("meta"), TOKEN, name),
             "partial_lse on cpu, where partial_output is, got meta",
@@ -57,6 +62,7 @@ def bad_arguments(rank: int, size: int) -> None:
         (lambda: recover("0"), "expected a process group that this process is in"),
         (lambda: ubatch.ubatch(1.5).__enter__(), "an integer from 0, got 1.5"),
         (lambda: ops.q_gather(x, TOKEN, "nobody"), "name of a live process group"),
+        (lambda: in_ubatch(3), r"micro-batch below 1, .*got 3.*recover\(group\)"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
