@@ -37,7 +37,9 @@ _LONGEST_NAP_S = 0.02
 
 # Sites whose peers have all voted alike.
 _settled: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
-# This rank's own votes by site.
+# Group's name and site of direct exchanges that this process has run, which a graph from
+# the cache does without a vote; and its votes by site.
+_run: set[tuple[str, str]] = set()
 _own: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 # Recoveries so far; equal on all ranks, since a recovery is collective.
 _recoveries: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
@@ -99,7 +101,10 @@ def post(group_name: str, site: str, vote: str) -> bool:
 
 def _post(group: ProcessGroup, site: str, vote: str) -> bool:
     own = _own.setdefault(group, {})
-    before = own.get(site, vote)
+    # What was accepted for some number of rows may have been so for this one as well.
+    of_any = _OF_ROWS.sub("", site)
+    accepted = ACCEPTED if (group.group_name, of_any) in _run else vote
+    before = own.get(site, own.get(of_any, accepted))
     if before == _EITHER or (before == ACCEPTED) != (vote == ACCEPTED):
         vote = _EITHER
     try:
@@ -111,6 +116,11 @@ def _post(group: ProcessGroup, site: str, vote: str) -> bool:
         return False
     own[site] = vote
     return True
+
+
+def runs(group_name: str, site: str) -> None:
+    """Note that this process runs the direct exchange of ``site``."""
+    _run.add((group_name, site))
 
 
 def reconsider() -> None:

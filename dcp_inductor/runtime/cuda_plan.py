@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from dcp_inductor import config
+from dcp_inductor import config, votes
 from dcp_inductor.capability import Refusal
 from dcp_inductor.runtime import cuda_layout
 from dcp_inductor.runtime.cuda_workspace import Workspace
@@ -71,6 +71,7 @@ def launch_table(
     arena = memory.arena(workspace, layout, call)
     if isinstance(arena, Refusal):
         return arena
+    votes.runs(memory.group_name, call.site)
     packed = call.pack()
     checksum = zlib.crc32(packed)
     memory.post_signature(checksum, packed)

@@ -57,10 +57,14 @@ def recover(group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         DCPTimeoutError: a rank did not come within ``config.timeout_s``, or has ended.
+        DCPError: this process is a fork of the one that set the group up.
     """
     group = groups.or_world(group)
-    members = _groups.pop(group, None)
+    members = _groups.get(group)
     workspaces = members if isinstance(members, list) else []
+    for workspace in workspaces:
+        workspace.refuse_fork()
+    _groups.pop(group, None)
     for workspace in workspaces:
         workspace.mark_dead("recover() was called")
 

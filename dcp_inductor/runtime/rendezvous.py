@@ -99,8 +99,13 @@ class Session:
         self._store.set(hellos[self._rank], nonce)
         offer: list[str] = []
         acknowledged = ""
+        acks: list[str] = []
         nap = _Nap(self._deadline, self._while_waiting)
         while True:
+            # Ahead of any new offer: a peer that saw all acks sooner may be in the next
+            # session by now, which this rank must not take for the one it is in.
+            if acknowledged and self._store.check(acks):
+                return acknowledged
             if self._rank == 0:
                 seen = [self._peek(key) for key in hellos]
                 if all(seen) and seen != offer:
@@ -116,8 +121,7 @@ class Session:
                 if acknowledged != name:
                     self._store.set(acks[self._rank], "1")
                     acknowledged = name
-                if self._store.check(acks):
-                    return name
+                    continue
                 missing = acks
             else:
                 missing = hellos

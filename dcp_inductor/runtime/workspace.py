@@ -85,8 +85,18 @@ class Workspace:
         Raises:
             DCPError: the workspace is out of use, or belongs to a parent process.
         """
-        if self._why_dead or self._pid != os.getpid():
+        self.refuse_fork()
+        if self._why_dead:
             self._refuse()
+
+    def refuse_fork(self) -> None:
+        """Raise DCPError in a process that inherited the workspace by a fork."""
+        if self._pid != os.getpid():
+            raise DCPError(
+                f"the workspace of group '{self.group_name}' belongs to process "
+                f"{self._pid}, and this is its fork {os.getpid()}; create the process "
+                "group after forking"
+            )
 
     @property
     def epoch(self) -> int:
@@ -131,6 +141,7 @@ class Workspace:
         Creation takes exchanges of its own: all ranks get here in the same call, since
         their workspaces have the same history.
         """
+        votes.runs(self.group_name, call.site)
         for slot_bytes, table in sorted(self._tables.items()):
             if slot_bytes >= needed:
                 return table
@@ -326,12 +337,7 @@ class Workspace:
         )
 
     def _refuse(self) -> None:
-        if self._pid != os.getpid():
-            raise DCPError(
-                f"the workspace of group '{self.group_name}' belongs to process "
-                f"{self._pid}, and this is its fork {os.getpid()}; create the process "
-                "group after forking"
-            )
+        self.refuse_fork()
         raise DCPError(
             f"the workspace of group '{self.group_name}' is out of use since: "
             f"{with_way_on(self._why_dead)}"

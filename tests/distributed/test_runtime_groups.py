@@ -308,7 +308,7 @@ def forked(rank: int, size: int) -> None:
     if child == 0:
         try:
             text = "no error"
-            for call in (lambda: combine(name, rank, size), prepare):
+            for call in (lambda: combine(name, rank, size), prepare, recover):
                 with pytest.raises(DCPError, match="create the process group after"):
                     call()
             text = "refused"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -227,6 +228,37 @@ def raises_the_limit(rank: int, size: int) -> list[str]:
 def test_a_refusal_is_taken_back_when_the_limit_is_raised() -> None:
     for told in world(2).run(raises_the_limit, limit_s=ENDED_S):
         assert told == ["rejected.over_capacity", "rewritten"]
+
+
+def compiles_both_ways(rank: int, size: int, other: dict[str, Any]) -> None:
+    """One function compiled directly and otherwise; then one rank comes late."""
+    group = fresh_group(size)
+
+    def model(x: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(x, 0, group) + 1
+
+    def run(options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+        return torch.compile(
+            lambda x: model(x), backend="dcp_inductor", dynamic=False, options=options
+        )
+
+    torch._dynamo.reset()
+    x, expected = torch.ones(5, 8), torch.full((10, 8), 2.0)
+    direct, otherwise = run({}), run(other)
+    for call in (direct, otherwise):
+        assert torch.equal(call(x), expected)
+    for call in (direct, otherwise, direct):
+        if rank == 1:
+            time.sleep(2.0)
+        assert torch.equal(call(x), expected)
+
+
+@pytest.mark.parametrize(
+    "other", [{"direct_kv_gather": "disable"}, {"max_tokens": 2}, {"enable": False}]
+)
+def test_a_function_may_be_compiled_in_several_ways(other: dict[str, Any]) -> None:
+    options = {f"dcp_inductor.{knob}": value for knob, value in other.items()}
+    world(2).run(compiles_both_ways, options, limit_s=ENDED_S)
 
 
 def recovers(rank: int, size: int) -> list[tuple[dict[str, int], list[str]]]:
