@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dcp_inductor import config, groups, ops, votes
 from dcp_inductor.errors import DCPError
 from dcp_inductor.fx import report
+from dcp_inductor.fx.candidate import Candidate
 from dcp_inductor.fx.chain import InferenceAwarePass
 from dcp_inductor.fx.check import check_rewrite
 from dcp_inductor.fx.collectives import issues_exchange, split_coalesced_gathers
@@ -30,12 +31,7 @@ from dcp_inductor.fx.legality import SWITCHES, forced, judge
 from dcp_inductor.fx.order import insert_guard, thread_token
 from dcp_inductor.fx.query_view import place_views, query_gather_of
 from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
-from dcp_inductor.fx.search import (
-    Candidate,
-    find_gathers,
-    find_merges,
-    replaced_collectives,
-)
+from dcp_inductor.fx.search import find_gathers, find_merges, replaced_collectives
 from dcp_inductor.fx.site import GatherSite, MergeSite, Reject
 from dcp_inductor.fx.summary import describe, tell_view
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,9 +66,48 @@ Equal = Callable[[Tensor, Tensor], bool]
 _HEAD = 64
 
 
+class Summed:
+    """A tensor and its sums, each made once however often the tensor is compared."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.numel = tensor.numel()
+        self._windows: dict[tuple[int, int], list[float]] = {}
+
+    @cached_property
+    def total(self) -> float:
+        """Sum of all elements."""
+        return float(self.tensor.sum())
+
+    @cached_property
+    def size(self) -> tuple[float, float]:
+        """Length of a random walk whose steps are the elements, and of a straight
+        one.
+        """
+        walk = float(self.tensor.square().mean().sqrt()) * self.numel**0.5
+        return walk, float(self.tensor.abs().sum())
+
+    @cached_property
+    def ordered(self) -> Tensor:
+        """The elements by size, where their places are not known."""
+        return self.tensor.flatten().sort()[0]
+
+    def windows(self, dim: int, length: int) -> list[float]:
+        """Sums of all parts of this length along a dim, by where they start."""
+        known = self._windows.get((dim, length))
+        if known is None:
+            tensor = self.tensor
+            others = [d for d in range(tensor.dim()) if d != dim]
+            running = tensor.sum(others).cumsum(0) if others else tensor.cumsum(0)
+            sums = running[length - 1 :].clone()
+            sums[1:] -= running[: tensor.shape[dim] - length]
+            known = self._windows[dim, length] = sums.tolist()
+        return known
+
+
 def find_layout(
-    value: Tensor,
-    whole: Tensor,
+    value: Tensor | Summed,
+    whole: Tensor | Summed,
     world_size: int,
     rank: int,
     equal: Equal,
@@ -86,10 +126,13 @@ def find_layout(
     Returns:
         None if it is neither.
     """
-    if value.numel() == 0 or value.numel() > whole.numel():
+    values = value if isinstance(value, Summed) else Summed(value)
+    wholes = whole if isinstance(whole, Summed) else Summed(whole)
+    if values.numel == 0 or values.numel > wholes.numel:
         return None
+    value, whole = values.tensor, wholes.tensor
     head = value.reshape(-1)[:_HEAD]
-    for dim, start, length in _parts(value, whole, world_size, rank, eps):
+    for dim, start, length in _parts(values, wholes, world_size, rank, eps):
         part = Layout(dim, start, length, ()).part(whole, world_size, rank)
         dims = [d for d in range(part.dim()) if part.shape[d] != 1]
         for order in itertools.permutations(dims):
@@ -103,31 +146,27 @@ def find_layout(
 
 
 def _parts(
-    value: Tensor, whole: Tensor, world_size: int, rank: int, eps: float
+    value: Summed, whole: Summed, world_size: int, rank: int, eps: float
 ) -> Iterator[tuple[int | None, int | None, int | None]]:
     """Parts of the whole with as many elements and the same sum, the even share first.
 
     The sum does not depend on the order of dims, so it spares nearly all permutations.
     """
-    total = value.sum()
+    total = value.total
     # Rounding errors add up like steps of a random walk; eight times that, as ``equal``
     # decides anyway.
-    walk = value.square().mean().sqrt() * value.numel() ** 0.5
-    slack = 8 * max(eps, 1e-6) * (walk + 1e-3) + 1e-6 * value.abs().sum()
-    if value.numel() == whole.numel():
-        if (whole.sum() - total).abs() <= slack:
+    walk, straight = value.size
+    slack = 8 * max(eps, 1e-6) * (walk + 1e-3) + 1e-6 * straight
+    if value.numel == whole.numel:
+        if abs(whole.total - total) <= slack:
             yield None, None, None
         return
-    for dim in range(whole.dim()):
-        size = whole.shape[dim]
-        length, rest = divmod(value.numel() * size, whole.numel())
+    for dim, size in enumerate(whole.tensor.shape):
+        length, rest = divmod(value.numel * size, whole.numel)
         if rest or not 0 < length < size:
             continue
-        others = [d for d in range(whole.dim()) if d != dim]
-        running = whole.sum(others).cumsum(0) if others else whole.cumsum(0)
-        sums = running[length - 1 :].clone()
-        sums[1:] -= running[: size - length]
-        starts = ((sums - total).abs() <= slack).nonzero().flatten().tolist()
+        sums = whole.windows(dim, length)
+        starts = [i for i, x in enumerate(sums) if abs(x - total) <= slack]
         even = rank * length if length * world_size == size else None
         if even in starts:
             yield dim, None, None

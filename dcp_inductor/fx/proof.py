@@ -36,3 +36,6 @@ class Refuted:
     code: str
     reason: str
     trials: int = 0
+    # How much it says, among those of one code: 0, nothing was of the merge's size; 1,
+    # the distance to a merge; 2, a multiple of one; 3, on which data it is none.
+    nearness: int = 0

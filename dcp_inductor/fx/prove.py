@@ -10,16 +10,17 @@ with empty shards. Only what agrees on every trial is a merge.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dcp_inductor.fx.exits import Namer, Values, Wholes
 from dcp_inductor.fx.hypothesis import Hypothesis, families
 from dcp_inductor.fx.judge import Judge
-from dcp_inductor.fx.layout import find_layout
 from dcp_inductor.fx.lockstep import READINGS, Lockstep, Looked, Unsupported
 from dcp_inductor.fx.nearest import Nearest, on_trial
 from dcp_inductor.fx.nodes import (
@@ -39,7 +40,6 @@ from dcp_inductor.fx.trial import (
     FAR,
     MARK,
     Data,
-    Expected,
     Trial,
 )
 
@@ -105,12 +105,19 @@ class _Prover:
         )
         statistics = [self._value(statistic).dtype for statistic in cut.statistics]
         self.judge = Judge(world_size, self.exact, self.eps, statistics)
+        eps = 0.0 if self.exact else self.eps
+        self.namer = Namer(region, cut.partial_output, world_size, rank, eps)
         # Symbolic sizes are multiples of it, so that rows of all heads come out even;
         # and of N, too, where a run shows that a split must.
         self.stretch = step_of(map(self._value, cut.leaves))
         self.stretched = False
 
     def run(self) -> Proof | Refuted:
+        if not self.namer.has_output:
+            return Refuted(
+                "not_equivalent",
+                "this is no merge; no result depends on the partial output",
+            )
         failure: Refuted | None = None
         shape = shape_key(self._value(self.cut.partial_output).shape)
         statistics = [shape_key(self._value(s).shape) for s in self.cut.statistics]
@@ -124,8 +131,10 @@ class _Prover:
                 if not uses_rank:
                     break
         if failure is None:
-            failure = Refuted("not_equivalent", f"this is no merge; {self.nearest}")
-        return Refuted(failure.code, failure.reason, self.trials)
+            reason = f"this is no merge; {self.nearest}"
+            nearness = self.nearest.nearness
+            failure = Refuted("not_equivalent", reason, nearness=nearness)
+        return replace(failure, trials=self.trials)
 
     def _first_trial(
         self, hypotheses: list[Hypothesis], reading: str
@@ -135,20 +144,23 @@ class _Prover:
         if isinstance(ran, Refuted):
             return ran, False
         run, data = ran
-        values, uses_rank = run.values_of(self.rank), run.has_rank_constants
+        values, uses_rank = Values(run.values_of(self.rank)), run.has_rank_constants
+        equal = self.judge.equal(trial)
         refuted: Refuted | None = None
         for hypothesis in hypotheses:
-            expected = data.expected(hypothesis)
-            equal = self.judge.equal(trial)
+            wholes = Wholes(hypothesis, data.expected(hypothesis))
             # What fails on other data may be made of what does not: a slice of the
             # merge, or its LSE behind a clamp.
             failed: set[Node] = set()
             for _ in range(_MAX_RETREATS):
-                exits = self._solve(values, expected, equal, hypothesis, failed)
+                exits = self.namer.solve(values, wholes, equal, failed)
                 if exits is None:
-                    found = (values.get(node) for node in self.region.exits())
                     self.nearest.look(
-                        found, expected, hypothesis, self.world_size, self.rank
+                        self.namer.results(values),
+                        wholes,
+                        equal,
+                        self.world_size,
+                        self.rank,
                     )
                     break
                 refuted = self._confirm(hypothesis, exits, reading)
@@ -266,7 +278,7 @@ class _Prover:
                 run.run()
                 return run, data
             except Looked as error:
-                return Refuted("not_equivalent", str(error))
+                return Refuted("not_equivalent", str(error), nearness=3)
             except (Unsupported, ValueError, RuntimeError) as error:
                 if self.symbols and not self.stretched:
                     self.stretch = math.lcm(self.stretch, self.world_size)
@@ -311,81 +323,6 @@ class _Prover:
                 if isinstance(symbol, sympy.Symbol):
                     symbols[symbol] = symbols.number(output.shape[axis])
         return symbols
-
-    def _solve(
-        self,
-        values: dict[Node, Tensor],
-        expected: Expected,
-        equal: Callable[[Tensor, Tensor], bool],
-        hypothesis: Hypothesis,
-        failed: set[Node],
-    ) -> list[Exit] | None:
-        """Name every exit behind the partial output, or what it is made of, as the
-        merge's.
-
-        Other exits come from the statistics alone. Those that are the merged LSE are
-        named too, unless the partial output depends on them; the rest keep what they
-        are made of.
-        """
-        found: dict[Node, Exit] = {}
-        issued = {collective.node for collective in self.region.collectives}
-        behind = self.region.behind(self.cut.partial_output)
-        exits = self.region.exits()
-        for required in (True, False):
-            stack = [node for node in exits if (node in behind) == required]
-            seen: set[Node] = set()
-            while stack:
-                node = stack.pop()
-                if node in seen:
-                    continue
-                seen.add(node)
-                match = None
-                if node not in failed:
-                    value = values.get(node)
-                    match = self._name(node, value, expected, equal, hypothesis)
-                if match is not None and node not in self.region.upstream:
-                    found[node] = match
-                elif required:
-                    made_of = [
-                        s for s in node.all_input_nodes if s in self.region.exchanged
-                    ]
-                    # An exchange of statistics may stay for the sake of something else.
-                    if node in issued and not made_of and node in behind:
-                        return None
-                    stack += made_of
-            if not any(match.what == "output" for match in found.values()):
-                return None
-        return list(found.values())
-
-    def _name(
-        self,
-        node: Node,
-        value: object,
-        expected: Expected,
-        equal: Callable[[Tensor, Tensor], bool],
-        hypothesis: Hypothesis,
-    ) -> Exit | None:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return None
-        if any(collective.node is node for collective in self.region.collectives):
-            return None  # not waited for yet
-        value = value.double()
-        if not bool(value.isfinite().all()):
-            return None
-        eps = 0.0 if self.exact else self.eps
-        layout = find_layout(
-            value, expected.output, self.world_size, self.rank, equal, eps
-        )
-        if layout is not None and layout.dim != hypothesis.feature_dim:
-            return Exit(node, "output", layout, 1.0)
-        sign = -1.0 if node.target is torch.ops.aten.neg.default else 1.0
-        for scale in (sign * scale for scale in hypothesis.lse_scales):
-            layout = find_layout(
-                value, expected.lse * scale, self.world_size, self.rank, equal, eps
-            )
-            if layout is not None:
-                return Exit(node, "lse", layout, scale)
-        return None
 
     @staticmethod
     def _value(node: Node) -> Tensor:

@@ -29,6 +29,8 @@ _MAX_TABLE = 64 * 64
 _aten = torch.ops.aten
 # What tracing, export and freezing call the tensors that they took for constants.
 _CONSTANT = re.compile(r"(_tensor_constant|_?lifted_tensor_|_frozen_param)\d+")
+# Views that put whole dims in another order.
+_TURNS = {_aten.permute.default, _aten.transpose.int, _aten.t.default}
 _CONTRACTIONS = {
     _aten.mm.default,
     _aten.bmm.default,
@@ -301,6 +303,37 @@ def is_minimal(index: GraphIndex, region: Region) -> bool:
         and all(source in known for source in tensor_inputs(leaf))
         for leaf in region.leaves
     )
+
+
+def distinct_cuts(regions: Iterable[tuple[Cut, Region]]) -> list[tuple[Cut, Region]]:
+    """The first of all cuts that differ in views of their leaves alone.
+
+    A partial output may pass through several views before it meets its weights, and
+    each of them is a cut with every statistic. They say the same of the same exits.
+    """
+    found: dict[tuple[Node, ...], tuple[Cut, Region]] = {}
+    for cut, region in regions:
+        found.setdefault(tuple(map(_viewed, cut.leaves)), (cut, region))
+    return list(found.values())
+
+
+def _viewed(node: Node) -> Node:
+    """What a node has its elements and dims from, in another order perhaps, if nothing
+    else reads that.
+    """
+    while is_view_like(node):
+        source = node.args[0]
+        if not isinstance(source, Node) or len(source.users) != 1:
+            break
+        new, old = (
+            [size for size in shape_key(value.shape) if size != "1"]
+            for value in map(tensor_val, (node, source))
+            if value is not None
+        )
+        if node.target not in _TURNS and new != old:
+            break
+        node = source
+    return node
 
 
 def is_contraction(node: Node) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from dcp_inductor import groups
+from dcp_inductor.fx.candidate import Candidate, join
 from dcp_inductor.fx.collectives import Collective, as_collective
 from dcp_inductor.fx.find import cuts
 from dcp_inductor.fx.gathers import gather_sources, prove_gather
@@ -17,7 +17,13 @@ from dcp_inductor.fx.nodes import graph_break, size_name, source_line, tensor_va
 from dcp_inductor.fx.own_rank import foreign_ranks
 from dcp_inductor.fx.proof import Exit, Proof, Refuted
 from dcp_inductor.fx.prove import prove_merge
-from dcp_inductor.fx.region import Cut, GraphIndex, Region, is_minimal
+from dcp_inductor.fx.region import (
+    Cut,
+    GraphIndex,
+    Region,
+    distinct_cuts,
+    is_minimal,
+)
 from dcp_inductor.fx.site import (
     GatherExit,
     GatherSite,
@@ -51,35 +57,13 @@ _INFORMATIVE = (
     "not_finite",
     "empty_shards",
     "precision",
+    "several_groups",
     "foreign_rank",
 )
 _SEVERAL_GROUPS = Reject(
     "several_groups", "the merge goes on in another group, and the op works in one"
 )
 _proofs = Memo()
-
-
-@dataclass
-class Candidate:
-    """A site, or the reason why what looked like one is none."""
-
-    kind: str
-    group: Group
-    origin: Node
-    key: str
-    site: MergeSite | GatherSite | None
-    reject: Reject | None
-    trials: int
-    proof_ms: float
-    collectives: frozenset[Node]
-    first_collective: Node
-    # Names of the same place under every cut that was tried: a peer may have taken
-    # another.
-    aliases: frozenset[str] = frozenset()
-
-    @property
-    def name(self) -> str:
-        return site_name(self.origin, self.key)
 
 
 def find_merges(graph: Graph, unread: Collection[Node] = ()) -> list[Candidate]:
@@ -92,6 +76,7 @@ def find_merges(graph: Graph, unread: Collection[Node] = ()) -> list[Candidate]:
     index = GraphIndex(graph, unread)
     claimed: set[Node] = set()
     tried: dict[str, set[Node]] = {}
+    spent: dict[Node, int] = {}
     proven: list[Candidate] = []
     missed: list[Candidate] = []
     for collective in index.collectives:
@@ -99,15 +84,24 @@ def find_merges(graph: Graph, unread: Collection[Node] = ()) -> list[Candidate]:
         if collective.node in claimed or group is None or group.world_size < 2:
             continue
         seen = tried.setdefault(group.name, set())
-        candidate = _merge_from(index, collective, group, seen, claimed)
+        candidate, trials = _merge_from(index, collective, group, seen, claimed)
+        spent[collective.node] = trials
         if candidate is not None:
+            candidate.trials = trials
+            spent[collective.node] = 0
             (missed if candidate.site is None else proven).append(candidate)
+    near: list[Candidate] = []
     for candidate in missed:
-        # One row for each near miss, however many of its collectives led to it.
-        if not candidate.collectives & claimed:
-            claimed |= candidate.collectives
-            proven.append(candidate)
-    return sorted(proven, key=lambda c: index.order[c.first_collective])
+        if candidate.collectives & claimed:
+            spent[next(iter(candidate.collectives & claimed))] += candidate.trials
+        else:
+            near.append(candidate)
+    found = [*proven, *join(near, index.order)]
+    for candidate in found:
+        # Also those from another of its collectives, which found nothing or less.
+        for node in candidate.collectives:
+            candidate.trials += spent.pop(node, 0)
+    return sorted(found, key=lambda c: index.order[c.first_collective])
 
 
 def _merge_from(
@@ -116,19 +110,21 @@ def _merge_from(
     group: Group,
     tried: set[Node],
     claimed: set[Node],
-) -> Candidate | None:
+) -> tuple[Candidate | None, int]:
+    """The site or near miss that the collective leads to, and the trials it took."""
     start = time.perf_counter()
     regions: list[tuple[Cut, Region]] = []
     for cut in cuts(index, collective, tried):
         region = index.region(cut.leaves, group.name)
         if region.exits() and is_minimal(index, region):
             regions.append((cut, region))
-    best: tuple[tuple[int, int], Refuted, Cut, Region] | None = None
+    distinct = distinct_cuts(regions)
+    failed: list[tuple[Refuted, Cut, Region]] = []
     proven: tuple[MergeSite, Cut, Region] | None = None
     covered: set[Node] = set()
     trials = 0
     for weights in (False, True):
-        for cut, region in regions:
+        for cut, region in distinct:
             if weights and len(cut.statistics) == 2:
                 continue
             # A shifted LSE merges as well as the LSE itself, but leaves the exchange of
@@ -146,34 +142,42 @@ def _merge_from(
                 if proven is None or len(covers) > len(covered):
                     proven, covered = (site, cut, region), covers
                 continue
-            order = (_INFORMATIVE.index(outcome.code), len(region.nodes))
-            if best is None or order > best[0]:
-                best = (order, outcome, cut, region)
+            failed.append((outcome, cut, region))
         if proven:
             claimed.update(covered)
-            return _candidate(*proven[:1], None, *proven[1:], group, trials, start)
-    if best is None:
-        return None
-    if _leaves_group(best[3], group):
-        return _candidate(None, _SEVERAL_GROUPS, *best[2:], group, trials, start)
-    if not any(n.target in _EXPONENTIALS for n in best[3].nodes):
-        return None
-    reject = Reject(best[1].code, best[1].reason + _parted(best[3]))
+            return _candidate(*proven[:1], None, *proven[1:], group, start), trials
+    if not failed:
+        return None, trials
+    _, cut, region = max(
+        failed, key=lambda f: (_INFORMATIVE.index(f[0].code), len(f[2].nodes))
+    )
+    missed = _candidate(None, _SEVERAL_GROUPS, cut, region, group, start)
+    if _leaves_group(region, group):
+        missed.telling = (_INFORMATIVE.index("several_groups"),)
+        return missed, trials
+    if not any(n.target in _EXPONENTIALS for n in region.nodes):
+        return None, trials
     peers: set[int] = set()
-    for _, region in regions:
-        peers |= foreign_ranks(region.nodes, group.world_size, group.rank)
+    for _, tried_region in regions:
+        peers |= foreign_ranks(tried_region.nodes, group.world_size, group.rank)
     for peer in sorted(peers):
         seat = Group(group.name, group.world_size, peer)
-        for cut, region in regions:
-            outcome, _ = _prove(region, cut, seat, False)
+        for other in distinct:
+            outcome, cached = _prove(other[1], other[0], seat, False)
+            trials += 0 if cached else outcome.trials
             if isinstance(outcome, Proof):
                 reason = f"the graph reads rank {peer}'s place, which is not its own"
                 refusal = Reject("foreign_rank", reason)
-                return _candidate(None, refusal, cut, region, group, trials, start)
-    missed = _candidate(None, reject, best[2], best[3], group, trials, start)
+                missed = _candidate(None, refusal, *other, group, start)
+                missed.telling = (_INFORMATIVE.index("foreign_rank"),)
+                return missed, trials
+    refuted, cut, region = max(failed, key=_telling)
+    reject = Reject(refuted.code, refuted.reason + _parted(region))
+    missed = _candidate(None, reject, cut, region, group, start)
+    missed.telling = _telling((refuted, cut, region))
     # What a rank's data refute first differs from rank to rank; the widest region is
     # the same one on all of them, and names the site.
-    _, missed.key, widest = max(
+    missed.width, missed.key, widest = max(
         (len(region.collectives), _key(cut, region, group), position)
         for position, (cut, region) in enumerate(regions)
     )
@@ -181,7 +185,21 @@ def _merge_from(
     missed.aliases = frozenset(
         site_name(region.origin(), _key(cut, region, group)) for cut, region in regions
     )
-    return missed
+    return missed, trials
+
+
+def _telling(failed: tuple[Refuted, Cut, Region]) -> tuple[int, ...]:
+    """How much a refutation says; of two that say as much, that of the cut which
+    leaves less of the merge open says more.
+    """
+    refuted, cut, region = failed
+    return (
+        _INFORMATIVE.index(refuted.code),
+        refuted.nearness,
+        len(region.collectives),
+        -len(cut.statistics),
+        len(region.nodes),
+    )
 
 
 def _parted(region: Region) -> str:
@@ -211,7 +229,6 @@ def _candidate(
     cut: Cut,
     region: Region,
     group: Group,
-    trials: int,
     start: float,
 ) -> Candidate:
     return Candidate(
@@ -221,7 +238,7 @@ def _candidate(
         _key(cut, region, group),
         site,
         reject,
-        trials,
+        0,
         (time.perf_counter() - start) * 1e3,
         frozenset(c.node for c in region.collectives),
         region.collectives[0].node,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dcp_inductor import config
+from dcp_inductor.fx.candidate import Candidate
 from dcp_inductor.fx.nodes import size_name, source_line, tensor_val
 from dcp_inductor.fx.report import SiteReport
 from dcp_inductor.fx.rewrite import plan_merge
-from dcp_inductor.fx.search import Candidate
 from dcp_inductor.fx.site import GatherSite, MergeSite, Reject
 
 _OPS = {
