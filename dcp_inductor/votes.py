@@ -37,8 +37,8 @@ _LONGEST_NAP_S = 0.02
 
 # Sites whose peers have all voted alike.
 _settled: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
-# Group's name and site of direct exchanges that this process has run, which a graph from
-# the cache does without a vote; and its votes by site.
+# Group's name and site of direct exchanges that this process has run, which a graph
+# from the cache does without a vote; and its votes by site.
 _run: set[tuple[str, str]] = set()
 _own: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 # Recoveries so far; equal on all ranks, since a recovery is collective.

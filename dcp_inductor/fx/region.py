@@ -207,8 +207,7 @@ class GraphIndex:
     def _is_constant(self, node: Node) -> bool:
         if node.op == "get_attr":
             # Buffers and parameters that a graph reads from its module may change.
-            name = str(node.target).rpartition(".")[2]
-            return tensor_val(node) is not None and bool(_CONSTANT.fullmatch(name))
+            return tensor_val(node) is not None and is_constant_name(node)
         if not is_pure(node) or is_number(node):
             return False
         return all(source in self.constants for source in tensor_inputs(node))
@@ -291,6 +290,11 @@ class GraphIndex:
                 found.add(node)
                 stack.extend(tensor_inputs(node))
         return found
+
+
+def is_constant_name(node: Node) -> bool:
+    """Whether tracing, export or freezing named what the node reads a constant."""
+    return bool(_CONSTANT.fullmatch(str(node.target).rpartition(".")[2]))
 
 
 def is_minimal(index: GraphIndex, region: Region) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from dcp_inductor.fx.collectives import as_collective, is_wait
 from dcp_inductor.fx.lockstep import constant_of
 from dcp_inductor.fx.nodes import is_number, is_view_like, tensor_val
-from dcp_inductor.fx.region import Region
+from dcp_inductor.fx.region import Region, is_constant_name
 
 _aten = torch.ops.aten
 # Ops that move elements without computing. T = 1 and T > 1 differ in these alone, and
@@ -37,6 +37,9 @@ _MOVERS = {
     torch.ops.prims.convert_element_type.default,
     _aten._to_copy.default,
 }
+
+
+_FILLS = {_aten.full.default, _aten.scalar_tensor.default}
 
 
 def fingerprint(region: Region) -> tuple[Any, ...]:
@@ -99,10 +102,12 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
 
     Ranks that compiled the same site at different T, or whose graphs differ in own-rank
     constants or in padding, arrive at the same key, so that they find each other's
-    votes.
+    votes. Ranks that compute with other numbers do not: a proof takes a peer's for its
+    own rank's.
     """
     parts: list[str] = [kind, str(world_size), str(feature)]
     steps = []
+    variable = set(nodes)
     for node in nodes:
         collective = as_collective(node)
         if collective is not None:
@@ -114,9 +119,44 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
             and not is_wait(node)
             and not is_number(node)
         ):
-            steps.append(str(node.target))
+            numbers = (*_numbers(node), *_constants(node, variable))
+            steps.append(" ".join((str(node.target), *numbers)))
     parts += sorted(steps)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:10]
+
+
+def _numbers(node: Node) -> list[str]:
+    """Numbers that the op computes with; other integers are dims, sizes and places."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return [
+        repr(float(value))
+        for value in (*node.args, *node.kwargs.values())
+        if isinstance(value, float)
+        or (pointwise and isinstance(value, int) and not isinstance(value, bool))
+    ]
+
+
+def _constants(node: Node, variable: set[Node]) -> list[str]:
+    """Values of the inputs that are one number, in whatever shape."""
+    found = []
+    for source in node.all_input_nodes:
+        while (
+            source not in variable
+            and source.all_input_nodes
+            and (source.target in _MOVERS or is_view_like(source))
+        ):
+            source = source.all_input_nodes[0]
+        if source in variable:
+            continue
+        if source.target in _FILLS:
+            found += [
+                repr(float(v)) for v in source.args if isinstance(v, (int, float))
+            ]
+        elif source.op == "get_attr" and is_constant_name(source):
+            held = constant_of(source)
+            if held.numel() == 1 and not held.is_complex():
+                found.append(repr(float(held)))
+    return found
 
 
 class Memo:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -69,6 +72,53 @@ def test_ranks_that_differ_in_a_sign_have_different_names() -> None:
         assert own == peer
     own, peer = names((0,))
     assert own != peer
+
+
+NUMBERS = (0.3, 0.9)
+
+
+def shifted(factor: float, ctx: Context, output: Tensor, lse: Tensor) -> Tensor:
+    lses = sp.stack_view(ctx, lse + factor)
+    return sp.rs(ctx, output * torch.exp(lse + factor - lses.logsumexp(0))[..., None])
+
+
+def scaled(
+    make: Callable[[float], Any],
+    factor: float,
+    ctx: Context,
+    output: Tensor,
+    lse: Tensor,
+) -> Tensor:
+    weight = torch.exp(lse - sp.ar(ctx, lse, "max")) * make(factor)
+    total = sp.ar(ctx, weight)
+    own = total.chunk(2, 1)[ctx.rank]
+    return sp.rs(ctx, output * weight[..., None]) / own[..., None]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        shifted,
+        functools.partial(scaled, lambda factor: factor),
+        functools.partial(scaled, lambda factor: int(10 * factor)),
+        functools.partial(scaled, lambda factor: torch.tensor([factor])),
+        functools.partial(scaled, lambda factor: torch.full((3, HEADS), factor)),
+    ],
+)
+def test_ranks_that_compute_with_other_numbers_have_different_names(
+    model: Callable[..., Tensor],
+) -> None:
+    """What a peer sends is proven with this rank's numbers, which cancel."""
+    alike, unlike = (
+        [
+            rewrite(traced(functools.partial(model, x), lse_inputs(), rank=rank)).only
+            for rank, x in enumerate(numbers)
+        ]
+        for numbers in (NUMBERS[:1] * 2, NUMBERS)
+    )
+    assert [site.op for site in alike + unlike] == ["a2a_lse_reduce"] * 4
+    assert alike[0].site == alike[1].site
+    assert unlike[0].site != unlike[1].site
 
 
 def test_a_negative_lse_is_negated_once() -> None:
