@@ -25,7 +25,7 @@ class DCPError(RuntimeError):
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """What a bounded wait saw when its time ran out."""
+    """What a bounded wait saw when its time ran out; epoch 0 is ahead of all calls."""
 
     op: str
     site: str
@@ -37,10 +37,12 @@ class FaultRecord:
 
     def __str__(self) -> str:
         site = f" at site {self.site}" if self.site else ""
+        who = f"{self.op}{site}: rank {self.rank} of group '{self.group_name}' waited "
+        if not self.epoch_wanted:  # a meeting ahead of all exchanges
+            return f"{who}for rank {self.peer}, which did not come"
         return (
-            f"{self.op}{site}: rank {self.rank} of group '{self.group_name}' waited "
-            f"for epoch {self.epoch_wanted} of rank {self.peer}, which is at epoch "
-            f"{self.epoch_seen}"
+            f"{who}for epoch {self.epoch_wanted} of rank {self.peer}, which is at "
+            f"epoch {self.epoch_seen}"
         )
 
 

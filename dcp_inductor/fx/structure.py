@@ -39,6 +39,7 @@ _MOVERS = {
 }
 
 
+_COPIES = {_aten.clone.default, _aten.lift_fresh_copy.default, _aten.alias.default}
 _FILLS = {_aten.full.default, _aten.scalar_tensor.default}
 
 
@@ -143,7 +144,7 @@ def _constants(node: Node, variable: set[Node]) -> list[str]:
         while (
             source not in variable
             and source.all_input_nodes
-            and (source.target in _MOVERS or is_view_like(source))
+            and (source.target in (_MOVERS | _COPIES) or is_view_like(source))
         ):
             source = source.all_input_nodes[0]
         if source in variable:
@@ -154,8 +155,9 @@ def _constants(node: Node, variable: set[Node]) -> list[str]:
             ]
         elif source.op == "get_attr" and is_constant_name(source):
             held = constant_of(source)
-            if held.numel() == 1 and not held.is_complex():
-                found.append(repr(float(held)))
+            # One that differs within picks a place, the rank's own mostly.
+            if held.is_floating_point() and held.unique().numel() == 1:
+                found.append(repr(float(held.flatten()[0])))
     return found
 
 

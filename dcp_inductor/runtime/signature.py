@@ -67,13 +67,22 @@ def contrast(rank: int, own: bytes, peer: int, other: bytes) -> str:
             f"max_tokens ({config.max_tokens} on rank {rank}) and the other knobs "
             "alike on all ranks"
         )
-    if "site" in differing:
+    hashes = {_fields(packed)[-1].partition("#")[2] for packed in (own, other)}
+    if "site" in differing and len(hashes) == 1 and hashes != {""}:
+        said += (
+            "; a site names the exchange in a compiled graph: file:line, and a hash of "
+            "what the graph computes there. Equal hashes at different lines come from "
+            "a graph of one rank that Inductor cached before the file was edited: "
+            "clear the cache (TORCHINDUCTOR_CACHE_DIR) on all ranks"
+        )
+    elif "site" in differing:
         said += (
             "; a site names the exchange in a compiled graph: file:line, and a hash of "
             "what the graph computes there (none: outside of such a graph). Equal "
             "calls at different sites come from ranks that compiled the model "
-            "differently or took different branches: compile alike on all ranks, with "
-            "the same arguments of torch.compile, marks of dynamic dims "
+            "differently, took different branches, or compute with other numbers (a "
+            "scale of their own, say): compile alike on all ranks, with the same "
+            "arguments of torch.compile, marks of dynamic dims "
             "(torch._dynamo.mark_dynamic) and versions"
         )
     return said

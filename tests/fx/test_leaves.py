@@ -101,7 +101,7 @@ def scaled(
         shifted,
         functools.partial(scaled, lambda factor: factor),
         functools.partial(scaled, lambda factor: int(10 * factor)),
-        functools.partial(scaled, lambda factor: torch.tensor([factor])),
+        functools.partial(scaled, lambda factor: torch.tensor([factor] * HEADS)),
         functools.partial(scaled, lambda factor: torch.full((3, HEADS), factor)),
     ],
 )

@@ -42,7 +42,14 @@ def test_other_exchanges_are_told_in_what_they_differ(other, differ: str) -> Non
     assert KNOBS not in text
 
 
-@pytest.mark.parametrize("site", ["model.py:3#def", "model.py:9#abc", ""])
+def test_equal_hashes_at_different_lines_point_to_the_cache() -> None:
+    text = said(site="model.py:9#abc")
+    assert "They differ in site." in text
+    assert "clear the cache (TORCHINDUCTOR_CACHE_DIR) on all ranks" in text
+    assert "compile alike" not in text
+
+
+@pytest.mark.parametrize("site", ["model.py:3#def", "model.py:9#def", ""])
 def test_equal_calls_at_different_sites_point_to_the_compilation(site: str) -> None:
     text = said(site=site)
     assert "They differ in site." in text
