@@ -9,7 +9,7 @@ mode=${2:-full}
 python=${PYTHON:-python3}
 status=0
 tests/cuda/run_native.sh "$out" "$mode" || status=1
-timeout -k 10 "${TEST_LIMIT:-420}" "$python" -m pytest tests/cuda -p no:cacheprovider -q \
+timeout -k 10 "${TEST_LIMIT:-560}" "$python" -m pytest tests/cuda -p no:cacheprovider -q \
   --timeout 300 --durations 8 >"$out/pytest.log" 2>&1 || status=1
 tail -n "${TAIL:-25}" "$out/pytest.log"
 exit $status
