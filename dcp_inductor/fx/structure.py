@@ -39,7 +39,13 @@ _MOVERS = {
 }
 
 
-_COPIES = {_aten.clone.default, _aten.lift_fresh_copy.default, _aten.alias.default}
+# What a constant passes through unchanged.
+_CARRIERS = _MOVERS | {
+    _aten.clone.default,
+    _aten.lift_fresh_copy.default,
+    _aten.alias.default,
+}
+_MAX_CONSTANT = 4096  # elements looked at; a frozen weight has more
 _FILLS = {_aten.full.default, _aten.scalar_tensor.default}
 
 
@@ -103,12 +109,16 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
 
     Ranks that compiled the same site at different T, or whose graphs differ in own-rank
     constants or in padding, arrive at the same key, so that they find each other's
-    votes. Ranks that compute with other numbers do not: a proof takes a peer's for its
-    own rank's.
+    votes. Ranks that send what they computed with other numbers do not: a proof takes a
+    peer's for its own rank's. Numbers behind all collectives are each rank's affair.
     """
     parts: list[str] = [kind, str(world_size), str(feature)]
     steps = []
     variable = set(nodes)
+    sent: set[Node] = set()
+    for node in reversed(nodes):
+        if as_collective(node) is not None or any(user in sent for user in node.users):
+            sent.add(node)
     for node in nodes:
         collective = as_collective(node)
         if collective is not None:
@@ -120,8 +130,10 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
             and not is_wait(node)
             and not is_number(node)
         ):
-            numbers = (*_numbers(node), *_constants(node, variable))
-            steps.append(" ".join((str(node.target), *numbers)))
+            step = [str(node.target)]
+            if node in sent:
+                step += [*_numbers(node), *_constants(node, variable)]
+            steps.append(" ".join(step))
     parts += sorted(steps)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:10]
 
@@ -144,16 +156,21 @@ def _constants(node: Node, variable: set[Node]) -> list[str]:
         while (
             source not in variable
             and source.all_input_nodes
-            and (source.target in (_MOVERS | _COPIES) or is_view_like(source))
+            and (source.target in _CARRIERS or is_view_like(source))
         ):
             source = source.all_input_nodes[0]
-        if source in variable:
+        value = tensor_val(source)
+        if source in variable or value is None:
             continue
         if source.target in _FILLS:
             found += [
                 repr(float(v)) for v in source.args if isinstance(v, (int, float))
             ]
-        elif source.op == "get_attr" and is_constant_name(source):
+        elif (
+            source.op == "get_attr"
+            and is_constant_name(source)
+            and value.numel() <= _MAX_CONSTANT
+        ):
             held = constant_of(source)
             # One that differs within picks a place, the rank's own mostly.
             if held.is_floating_point() and held.unique().numel() == 1:

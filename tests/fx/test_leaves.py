@@ -121,6 +121,22 @@ def test_ranks_that_compute_with_other_numbers_have_different_names(
     assert unlike[0].site != unlike[1].site
 
 
+def test_numbers_behind_the_exchange_are_each_ranks_own() -> None:
+    """The scale of a quantised projection, say, of which each rank has its part."""
+
+    def model(factor: float, ctx: Context, output: Tensor, lse: Tensor) -> Tensor:
+        lses = sp.stack_view(ctx, lse)
+        weight = torch.exp(lse - lses.logsumexp(0))
+        return sp.rs(ctx, output * weight[..., None]) * factor
+
+    sites = [
+        rewrite(traced(functools.partial(model, x), lse_inputs(), rank=rank)).only
+        for rank, x in enumerate(NUMBERS)
+    ]
+    assert [site.op for site in sites] == ["a2a_lse_reduce"] * 2
+    assert sites[0].site == sites[1].site
+
+
 def test_a_negative_lse_is_negated_once() -> None:
     model = functools.partial(negative_on, (0, 1))
     after = rewrite(traced(model, lse_inputs()))
