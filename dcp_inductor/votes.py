@@ -37,9 +37,10 @@ _LONGEST_NAP_S = 0.02
 
 # Sites whose peers have all voted alike.
 _settled: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
-# Group's name and site of direct exchanges that this process has run, which a graph
-# from the cache does without a vote; and its votes by site.
+# Group's name and site of the direct exchanges that this process has run: a graph from
+# the cache runs without a vote.
 _run: set[tuple[str, str]] = set()
+# What this rank has voted, by site.
 _own: WeakKeyDictionary[ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 # Recoveries so far; equal on all ranks, since a recovery is collective.
 _recoveries: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
