@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(256) push_kernel(const __grid_constant__ Combi
     const UnitLane<1> unit(p, i);
     outgoing.plan(p, unit, i);
     outgoing.template load<false>(p, unit);
-    outgoing.template store<false>(p, call, unit);
+    outgoing.template store<false, true>(p, call, unit);
   }
 }
 

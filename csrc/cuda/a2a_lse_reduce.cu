@@ -32,12 +32,13 @@ void plan_combine(CombineParams& p, CombineLaunch& launch) {
   }
   // A function of shape and ranks alone: peers must cut the same units. Two chunks a lane pay once
   // there are more units than fill the chip.
+  const bool many = rows * ceil_div(p.row_chunks, 32) > 1024;
   if (launch.kernel == CombineKernel::kTiled || p.channel.world_size > 8) {
     launch.chunks_per_lane = 1;
   } else if (launch.chunks_per_lane == 0) {
-    const bool many = rows * ceil_div(p.row_chunks, 32) > 1024;
     launch.chunks_per_lane = many && p.channel.world_size <= 4 ? 2 : 1;
   }
+  launch.batches_lses = launch.batches_lses || many;
   // Units of equal length, so that no warp is left with a sliver of a row.
   const uint32_t units = ceil_div(p.row_chunks, 32 * launch.chunks_per_lane);
   p.unit_chunks = ceil_div(p.row_chunks, units);

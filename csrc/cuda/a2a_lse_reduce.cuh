@@ -93,14 +93,14 @@ __device__ __forceinline__ bool row_is_masked(const CombineParams& p, uint32_t r
   if (p.seq_lens == nullptr) return false;
   if (!p.scatter.same_tokens) return any_row_is_masked(p, row);
   const uint32_t token = row_position(p, p.channel.rank, row).token;
-  if (token < p.num_requests) {  // a guess: one token a request
-    const int32_t* starts = p.query_start_loc;
-    const int32_t first = starts[token], last = starts[token + 1], length = p.seq_lens[token];
-    const int32_t t = static_cast<int32_t>(token);
-    evaluate_now(length);  // else it is asked for when the others are here
-    if (first <= t && t < last) return length <= 0;
-  }
-  return token_is_empty(p, token);
+  const Emptiness guess = guess_emptiness(p, token);
+  return guess == Emptiness::kUnknown ? token_is_empty(p, token) : guess == Emptiness::kEmpty;
+}
+
+// An LSE with its arrival mark.
+__device__ __forceinline__ uint64_t lse_word(const Channel& channel, const Call& call, float lse) {
+  const uint64_t tag = channel.signature + call.epoch;
+  return (tag & 0xFFFFFFFFu) << 32 | __float_as_uint(lse);
 }
 
 // One unit on its way to the peers, in registers. Entry k goes to rank (rank + k) % N, so that
@@ -159,6 +159,7 @@ struct Outgoing {
   }
 
   // Makes the compiler finish plan() here.
+  template <bool kWithLse>
   __device__ __forceinline__ void planned(const CombineParams& p) const {
 #pragma unroll
     for (int k = 0; k < kRanks; ++k) {
@@ -167,7 +168,7 @@ struct Outgoing {
       evaluate_now(reinterpret_cast<uint64_t>(to[k]));
     }
     evaluate_now(lse_from);
-    evaluate_now(reinterpret_cast<uint64_t>(lse_to));
+    if constexpr (kWithLse) evaluate_now(reinterpret_cast<uint64_t>(lse_to));
   }
 
   template <bool kWithOwn>
@@ -189,8 +190,9 @@ struct Outgoing {
   }
 
   // kMarked: payload words carry their own arrival mark, the LSE word epoch and signature.
-  // Otherwise a flag follows and everything is stored as it is. An empty row sends its LSE only.
-  template <bool kMarked>
+  // Otherwise a flag follows and everything is stored as it is. An empty row sends its LSE only,
+  // and where not even that (kWithLse), another warp does.
+  template <bool kMarked, bool kWithLse>
   __device__ __forceinline__ void store(const CombineParams& p, const Call& call,
                                         const UnitLane<kChunks>& unit) {
     const uint32_t lane = threadIdx.x % 32;
@@ -210,11 +212,10 @@ struct Outgoing {
         }
       }
     }
-    if (!(exists >> lane & 1u) || lane == p.channel.rank) return;
+    if (!kWithLse || !(exists >> lane & 1u) || lane == p.channel.rank) return;
     char* at = lse_to + (call.slot ? p.lse_slot : 0);
     if constexpr (kMarked) {
-      const uint64_t tag = p.channel.signature + call.epoch;
-      st_relaxed_sys_u64(at, (tag & 0xFFFFFFFFu) << 32 | __float_as_uint(lse));
+      st_relaxed_sys_u64(at, lse_word(p.channel, call, lse));
     } else {
       *reinterpret_cast<float*>(at) = lse;
     }

@@ -13,9 +13,12 @@ CombineKernelPointer pick_chunks(const CombineLaunch& launch) {
     return a2a_lse_reduce_tiled_kernel<kRanks, Payload, 1>;
   }
   if constexpr (kRanks <= 8) {
-    if (launch.chunks_per_lane == 2) return a2a_lse_reduce_lamport_kernel<kRanks, Payload, 2>;
+    if (launch.chunks_per_lane == 2) return a2a_lse_reduce_lamport_kernel<kRanks, Payload, 2, true>;
   }
-  return a2a_lse_reduce_lamport_kernel<kRanks, Payload, 1>;
+  if constexpr (kRanks > 4) {
+    if (launch.batches_lses) return a2a_lse_reduce_lamport_kernel<kRanks, Payload, 1, true>;
+  }
+  return a2a_lse_reduce_lamport_kernel<kRanks, Payload, 1, false>;
 }
 
 template <typename Payload>

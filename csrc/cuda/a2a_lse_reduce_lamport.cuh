@@ -6,6 +6,7 @@
 
 #include "a2a_lse_reduce.cuh"
 #include "full_lse.cuh"
+#include "lse_batch.cuh"
 
 namespace dcp {
 
@@ -143,7 +144,10 @@ constexpr int min_blocks(int ranks) { return ranks <= 2 ? 4 : 0; }
 // worker, worker + workers, ... and send one before they wait for the same of their peers, so
 // that what arrives is merged while later units are on the way. What needs no memory, only
 // parameters, comes ahead of the wait for the launch before.
-template <int kRanks, typename Payload, int kChunks>
+//
+// kBatchesLses: a block's first warp stores the LSE words of all its warps' units. It takes them up
+// no later than any of them, so that what a peer waits for is sent ahead of waits for later units.
+template <int kRanks, typename Payload, int kChunks, bool kBatchesLses>
 __global__ void __launch_bounds__(256, min_blocks(kRanks))
     a2a_lse_reduce_lamport_kernel(const __grid_constant__ CombineParams p) {
   const uint32_t warps = blockDim.x / 32;
@@ -160,7 +164,7 @@ __global__ void __launch_bounds__(256, min_blocks(kRanks))
   Incoming<kRanks, kChunks> incoming;
   outgoing.plan(p, unit, i);
   incoming.plan(p, unit, i);
-  outgoing.planned(p);
+  outgoing.template planned<!kBatchesLses>(p);
   incoming.planned();
   touch_parameters(p);
   take_turn(p.channel);
@@ -168,6 +172,8 @@ __global__ void __launch_bounds__(256, min_blocks(kRanks))
 #pragma unroll 1
   while (true) {
     outgoing.template load<true>(p, unit);
+    LseBatch<kRanks> lses;
+    if (kBatchesLses && threadIdx.x < 32) lses.load(p, i);
     // Not before the first unit's input is on its way, which then hides how long the epoch takes.
     const Call call = make_call(p.channel, not_before_here(header));
     if (call.dead) {
@@ -176,7 +182,8 @@ __global__ void __launch_bounds__(256, min_blocks(kRanks))
       break;
     }
     if (i == worker) stress_point(p.channel, call, 0);
-    outgoing.template store<true>(p, call, unit);
+    outgoing.template store<true, !kBatchesLses>(p, call, unit);
+    if (kBatchesLses && threadIdx.x < 32) lses.store(p, call, i);
     if (i == worker) {
       say_epoch_is_read();
       if (p.full_lse_output != nullptr) push_full_lse(p, call, worker, workers);

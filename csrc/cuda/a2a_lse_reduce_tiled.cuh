@@ -25,7 +25,7 @@ __device__ __forceinline__ void push_tile(const CombineParams& p, const Call& ca
     const UnitLane<kChunks> unit(p, index);
     outgoing.plan(p, unit, index);
     outgoing.template load<false>(p, unit);
-    outgoing.template store<false>(p, call, unit);
+    outgoing.template store<false, true>(p, call, unit);
   }
   // The barrier orders the block's stores before warp 0, whose release then covers them all.
   __syncthreads();

@@ -82,9 +82,12 @@ dcp::Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
+// The address of a tensor on the device of `of`: one on another would be read through a mapping
+// that may not exist.
 template <typename T>
-T* pointer(const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.is_cuda(), "expected a tensor on a GPU");
+T* pointer(const Tensor& tensor, const Tensor& of) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device() == of.get_device(),
+                  "expected all tensors on one GPU");
   return static_cast<T*>(tensor.data_ptr());
 }
 
@@ -159,12 +162,12 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
   launch.overlap_launch = t.channel.overlap != 0;
   launch.invite_next = launch.overlap_launch && launch.share <= 1;
   const auto element = static_cast<int64_t>(partial_output.element_size());
-  p.partial = pointer<const char>(partial_output);
+  p.partial = pointer<const char>(partial_output, partial_output);
   p.stride_token = partial_output.stride(0) * element;
   p.stride_head = partial_output.stride(1) * element;
   STD_TORCH_CHECK(partial_output.stride(2) == 1, "partial_output: expected dense rows");
   check_aligned(p.partial, p.stride_token | p.stride_head | p.head_dim * element);
-  p.lse = pointer<const void>(partial_lse);
+  p.lse = pointer<const void>(partial_lse, partial_output);
   p.lse_stride_token = partial_lse.stride(0);
   p.lse_stride_head = partial_lse.stride(1);
   p.lse_dtype = dtype_of(partial_lse);
@@ -176,11 +179,12 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
                         query_start_loc->is_contiguous(),
                     "seq_lens, query_start_loc: expected contiguous int32 [B] and [B + 1]");
     // Without requests every row is padding; the pointer only has to be valid.
-    p.query_start_loc = pointer<const int32_t>(*query_start_loc);
-    p.seq_lens = seq_lens->numel() ? pointer<const int32_t>(*seq_lens) : p.query_start_loc;
+    p.query_start_loc = pointer<const int32_t>(*query_start_loc, partial_output);
+    p.seq_lens =
+        seq_lens->numel() ? pointer<const int32_t>(*seq_lens, partial_output) : p.query_start_loc;
     p.num_requests = static_cast<uint32_t>(seq_lens->numel());
   }
-  p.output = pointer<char>(output);
+  p.output = pointer<char>(output, partial_output);
   p.output_dtype = dtype_of(output);
   const int64_t my_rows = p.scatter.rows[p.channel.rank];
   STD_TORCH_CHECK(output.is_contiguous() && output.numel() == my_rows * p.head_dim,
@@ -189,7 +193,7 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
     STD_TORCH_CHECK(lse->is_contiguous() && lse->scalar_type() == ScalarType::Float &&
                         lse->numel() == (full_lse ? tokens * heads : my_rows),
                     "lse: expected contiguous fp32");
-    (full_lse ? p.full_lse_output : p.lse_output) = pointer<float>(*lse);
+    (full_lse ? p.full_lse_output : p.lse_output) = pointer<float>(*lse, partial_output);
   }
   p.data_offset = t.data_offset;
   p.data_capacity = t.data_capacity;
@@ -224,12 +228,12 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   const int64_t tokens = input.size(0), heads = input.size(1);
   const int64_t row_bytes = input.size(2) * element;
   STD_TORCH_CHECK(input.size(2) <= 1 || input.stride(2) == 1, "input: expected dense rows");
-  p.input = pointer<const char>(input);
+  p.input = pointer<const char>(input, input);
   p.src_outer_stride = input.stride(0) * element;
   p.src_inner_stride = input.stride(1) * element;
   STD_TORCH_CHECK(t.publish || t.wait, "table: expected a launch that publishes or waits");
   // A launch that only publishes writes no result; the address says that there will be one.
-  p.output = t.wait ? pointer<char>(output) : pointer<char>(input);
+  p.output = t.wait ? pointer<char>(output, input) : pointer<char>(input, input);
   check_aligned(p.input, p.src_outer_stride | p.src_inner_stride | row_bytes);
   check_aligned(p.output, 0);
   if (t.view) {

@@ -18,6 +18,9 @@ struct CombineLaunch {
   uint32_t warps_per_block = 0;
   uint32_t chunks_per_lane = 0;
   uint32_t max_blocks = 0;
+  // Whether one warp of a block stores the LSE words of all: chosen where that is not asked for,
+  // and always with two chunks a lane. Each rank's own affair.
+  bool batches_lses = false;
   // Programmatic serialisation, from compute capability 9.0 on: the launch may begin while its
   // predecessor ends. The kernels wait for the predecessor before they read any memory.
   bool overlap_launch = true;

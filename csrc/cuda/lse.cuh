@@ -53,6 +53,36 @@ __device__ __forceinline__ bool token_is_empty(const CombineParams& p, uint32_t 
   return low >= p.num_requests || p.seq_lens[low] <= 0;
 }
 
+enum class Emptiness { kEmpty, kFull, kUnknown };
+
+// Spares the search where token `t` is of request `t`, as where each request has one token.
+__device__ __forceinline__ Emptiness guess_emptiness(const CombineParams& p, uint32_t t) {
+  if (t < p.num_requests) {
+    const int32_t* starts = p.query_start_loc;
+    const int32_t first = starts[t], last = starts[t + 1], length = p.seq_lens[t];
+    const int32_t token = static_cast<int32_t>(t);
+    evaluate_now(length);  // else it is asked for when the others are here
+    if (first <= token && token < last) return length <= 0 ? Emptiness::kEmpty : Emptiness::kFull;
+  }
+  return Emptiness::kUnknown;
+}
+
+// The same for a token of each lane that has one. The warp answers together.
+__device__ __forceinline__ bool tokens_are_empty(const CombineParams& p, uint32_t t, bool wanted) {
+  const Emptiness guess = wanted ? guess_emptiness(p, t) : Emptiness::kFull;
+  bool empty = guess == Emptiness::kEmpty;
+  bool open = guess == Emptiness::kUnknown;
+  while (const uint32_t lanes = __ballot_sync(kFullWarp, open)) {
+    const uint32_t one = __shfl_sync(kFullWarp, t, __ffs(lanes) - 1);
+    const bool answer = token_is_empty(p, one);
+    if (open && t == one) {
+      open = false;
+      empty = answer;
+    }
+  }
+  return empty;
+}
+
 // The merged LSE, in the base of the input, of the largest one and the sum of exp(lse - largest).
 DCP_OUT_OF_LINE float merged_lse(float highest, float sum, float log2_base) {
   return sum > 0.0f ? highest + log2f(sum) / log2_base : kEmptyLse;
