@@ -2,7 +2,8 @@
 
 setuptools takes ``BuildExt`` from here (pyproject.toml); ``dcp_inductor/extension.py``
 loads this file by its path in a source checkout and compiles with the same flags. The
-CPU part only: the CUDA library is built by ``runtime/cuda_library.py``.
+CPU part only: a wheel carries the sources of the CUDA library, which
+``runtime/cuda_library.py`` compiles where there is a GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ CXX_FLAGS = (
 def cpu_sources() -> list[Path]:
     """Translation units of the CPU part."""
     return sorted((CSRC / "cpu").glob("*.cpp"))
+
+
+def cuda_files() -> list[Path]:
+    """All that the CUDA library is compiled from."""
+    return sorted(path for path in (CSRC / "cuda").iterdir() if path.is_file())
 
 
 def source_digest() -> str:
@@ -91,6 +97,22 @@ def _build_ext() -> Any:
             ext.extra_compile_args += cxx_flags()
             ext.language = "c++"
             super().build_extension(ext)
+
+        def run(self) -> None:
+            super().run()
+            if self.inplace:  # a source checkout, where they are found in csrc
+                return
+            for source, copy in self._copies():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
+
+        def get_outputs(self) -> list[str]:
+            copies = [] if self.inplace else [str(copy) for _, copy in self._copies()]
+            return [*super().get_outputs(), *copies]
+
+        def _copies(self) -> list[tuple[Path, Path]]:
+            directory = Path(self.build_lib) / "dcp_inductor" / "cuda_sources"
+            return [(path, directory / path.name) for path in cuda_files()]
 
     return BuildExt
 

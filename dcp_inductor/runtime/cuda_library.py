@@ -1,8 +1,9 @@
-"""Finds the compiled CUDA library, or builds it at first use, and loads it.
+"""Builds the CUDA library at its first use, and loads it.
 
-A wheel built with nvcc carries ``_C_cuda``. A source checkout builds into the cache of
+Its sources come with the package, and are compiled by nvcc into the cache of
 ``extension``, one object per source side by side, behind a lock that dies with its
-holder. Nothing here raises: a missing library is a reason for the reference path.
+holder. A package that carries a compiled ``_C_cuda`` instead needs no nvcc. Nothing
+here raises: a missing library is a reason for the reference path.
 """
 
 from __future__ import annotations
@@ -54,16 +55,23 @@ def load(capability: str) -> str:
         return _outcome
 
 
+def source_directory() -> Path:
+    """Where the sources lie: in a checkout, else in the installed package."""
+    checkout = extension.PACKAGE.parent / "csrc"
+    if (checkout / "build_ext.py").is_file():
+        return checkout / "cuda"
+    return extension.PACKAGE / "cuda_sources"
+
+
 def sources() -> list[Path]:
-    """The translation units of a source checkout; none in an installed package."""
-    return sorted((extension.PACKAGE.parent / "csrc" / "cuda").glob("*.cu"))
+    """The translation units; none in a package that was stripped of them."""
+    return sorted(source_directory().glob("*.cu"))
 
 
 def source_digest() -> str:
     """Sixteen hex digits of the contents of all that is compiled."""
     digest = hashlib.sha256()
-    directory = extension.PACKAGE.parent / "csrc" / "cuda"
-    for path in sorted(directory.glob("*.*")):
+    for path in sorted(source_directory().glob("*.*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -81,7 +89,10 @@ def _load(capability: str) -> str:
         return f"expected compute capability 8.0 or higher, got {capability}"
     found = sorted(extension.PACKAGE.glob("_C_cuda*.so"))
     if not found and not sources():
-        return f"{extension.PACKAGE} holds no compiled CUDA library"
+        return (
+            f"{extension.PACKAGE} holds neither a compiled CUDA library nor its "
+            "sources; reinstall the package"
+        )
     try:
         path = found[0] if found and not sources() else _built(f"{major}{minor}")
         torch.ops.load_library(str(path))

@@ -282,3 +282,28 @@ def test_a_library_of_another_protocol_is_not_used(
     assert extension.load_extension() == ""
     monkeypatch.setattr(launch_ops, "PROTOCOL", 999)
     assert "of protocol 999, got" in extension._load()
+
+
+# --- the sources of the CUDA library -------------------------------------------------
+
+
+def test_an_installed_package_finds_its_cuda_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a wheel, with a stranger's folder csrc beside it."""
+    from dcp_inductor.runtime import cuda_library
+
+    units, digest = cuda_library.sources(), cuda_library.source_digest()
+    assert units
+    package = tmp_path / "dcp_inductor"
+    package.mkdir()
+    stranger = tmp_path / "csrc" / "cuda"
+    stranger.mkdir(parents=True)
+    (stranger / "stranger.cu").touch()
+    monkeypatch.setattr(extension, "PACKAGE", package)
+    assert cuda_library.sources() == []
+    shutil.copytree(ROOT / "csrc" / "cuda", package / "cuda_sources")
+    found = cuda_library.sources()
+    assert [path.name for path in found] == [path.name for path in units]
+    assert {path.parent for path in found} == {package / "cuda_sources"}
+    assert cuda_library.source_digest() == digest
