@@ -61,11 +61,13 @@ def dcp_inductor(
     from torch._inductor import config as inductor_config
 
     from dcp_inductor.fx import chain, report
-    from dcp_inductor.fx.dcp_pass import DcpPass
+    from dcp_inductor.fx.dcp_pass import DcpPass, places_of
 
     present = inductor.config.get(_HOOK, getattr(inductor_config, _HOOK))
     inductor.config[_HOOK] = chain.append(
-        present, DcpPass(overrides), cached=not report.collecting()
+        present,
+        DcpPass(overrides, places_of(gm)),
+        cached=not report.collecting(),
     )
     with config.arguments(overrides):
         votes.reconsider()

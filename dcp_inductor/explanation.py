@@ -100,8 +100,8 @@ def explain(model: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Explan
     model (a KV cache that it writes, random numbers) happen once, as in any call.
 
     Args:
-        model: a module or function, compiled or not. Options of a compiled module are
-            taken over; for a function set knobs with ``dcp_inductor.config.patch``.
+        model: a module or function, compiled or not. The options that it was compiled
+            with are taken over, where that was for this backend.
         inputs: its arguments.
         kwargs: its keyword arguments.
     """
@@ -157,8 +157,12 @@ def _measure(explanation: Explanation) -> None:
 
 
 def _compiled_with(model: Any) -> dict[str, Any]:
-    """Mode and options that a compiled module was given for this backend, if any."""
+    """Mode and options that a compiled model was given for this backend, if any."""
     step: Any = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    if step is None:  # a function, or a module compiled in place (Module.compile)
+        function = getattr(model, "_compiled_call_impl", None) or model
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            step = inspect.getclosurevars(function).nonlocals.get("callback")
     while hasattr(step, "_torchdynamo_orig_backend"):
         step = step._torchdynamo_orig_backend
     ours = getattr(step, "compiler_fn", None) is backend.dcp_inductor

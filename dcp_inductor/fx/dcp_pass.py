@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dcp_inductor import config, groups, ops, votes
@@ -28,6 +29,7 @@ from dcp_inductor.fx.collectives import issues_exchange, split_coalesced_gathers
 from dcp_inductor.fx.emit import CannotExpress, Emitter
 from dcp_inductor.fx.leaves import put_back, take_apart
 from dcp_inductor.fx.legality import SWITCHES, forced, judge
+from dcp_inductor.fx.nodes import location
 from dcp_inductor.fx.order import insert_guard, thread_token
 from dcp_inductor.fx.query_view import place_views, query_gather_of
 from dcp_inductor.fx.rewrite import rewrite_gather, rewrite_merge
@@ -51,10 +53,15 @@ class DcpPass(InferenceAwarePass):
 
     Args:
         config_overrides: knobs that beat ``dcp_inductor.config`` while this pass runs.
+        places: where the graph's code is, :func:`places_of` it. A site's name holds its
+            line, so a graph cached before an edit that moved it is another graph.
     """
 
-    def __init__(self, config_overrides: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config_overrides: Mapping[str, Any] | None = None, places: str = ""
+    ) -> None:
         self.config_overrides = dict(config_overrides or {})
+        self.places = places
         for name, value in self.config_overrides.items():
             getattr(config, name)  # names the near ones if there is no such knob
             config.check(name, value)
@@ -70,11 +77,12 @@ class DcpPass(InferenceAwarePass):
                     self._run(graph, is_inference)
 
     def uuid(self) -> Any:
-        """Identity for the FX graph cache: source, versions and every knob's value."""
+        """Identity for the FX graph cache: source, versions, knobs and places."""
         with config.patch(self.config_overrides):
             # Ranks may share a cache, and a graph may read differently on each of them.
             seats = groups.seats()
-            return (_source_hash(), torch.__version__, config.get_hash(), seats)
+            knobs = config.get_hash()
+            return (_source_hash(), torch.__version__, knobs, seats, self.places)
 
     def _run(self, graph: Graph, is_inference: bool) -> None:
         start = time.perf_counter()
@@ -98,6 +106,18 @@ class DcpPass(InferenceAwarePass):
                 summary.pass_ms,
                 _reasons(summary),
             )
+
+
+def places_of(gm: GraphModule) -> str:
+    """A digest of the files (without folders) and lines that led to the nodes of a
+    graph from Dynamo; "" where none of them communicates.
+    """
+    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    if not any("c10d" in str(node.target) for node in nodes):
+        return ""
+    lines = dict.fromkeys(os.path.basename(location(node)) for node in nodes)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -173,6 +173,13 @@ def size_name(size: int | torch.SymInt) -> str:
     return str(expression(size))
 
 
+def traced_size(size: int | torch.SymInt) -> int:
+    """The size that the graph was traced with, without a guard on it; 0 if unknown."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 0
+
+
 def shape_key(sizes: Iterable[int | torch.SymInt]) -> tuple[str, ...]:
     """Names of the sizes of a shape."""
     return tuple(map(size_name, sizes))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from dcp_inductor import config
 from dcp_inductor.fx.candidate import Candidate
-from dcp_inductor.fx.nodes import size_name, source_line, tensor_val
+from dcp_inductor.fx.nodes import source_line, tensor_val, traced_size
 from dcp_inductor.fx.report import SiteReport
 from dcp_inductor.fx.rewrite import plan_merge
 from dcp_inductor.fx.site import GatherSite, MergeSite, Reject
@@ -83,17 +85,16 @@ def _result(site: MergeSite | GatherSite | None) -> str:
 
 def _workspace_bytes(site: MergeSite | GatherSite | None) -> int:
     """Payload of two slots of ``max_tokens`` rows; headers and alignment are not
-    counted.
+    counted. Of dynamic heads or features, as many as the graph was traced with; 0 where
+    it does not say.
     """
     if site is None:
         return 0
     source = site.cut.partial_output if isinstance(site, MergeSite) else site.source
     value = tensor_val(source)
     assert value is not None
-    row = value.dtype.itemsize
-    for size in value.shape[1:]:
-        row *= int(size_name(size)) if size_name(size).isdigit() else 1
+    sizes = [traced_size(size) for size in value.shape[1:]]
+    row = value.dtype.itemsize * math.prod(sizes)
     if isinstance(site, MergeSite):
-        for size in value.shape[1:-1]:
-            row += 4 * (int(size_name(size)) if size_name(size).isdigit() else 1)
-    return 2 * config.max_tokens * row
+        row += 4 * math.prod(sizes[:-1])
+    return 2 * config.max_tokens * row if all(sizes) else 0

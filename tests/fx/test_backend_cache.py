@@ -12,12 +12,13 @@ from typing import Any
 
 # Prints, for each compilation, what the cache did and how many sites the pass rewrote.
 _SCRIPT = """
-import json, sys
+import importlib.util, json, linecache, pathlib, sys
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 import dcp_inductor
 from dcp_inductor import config
+from tests.fx import models
 from tests.fx.models import fake_group, merge, merge_inputs
 
 HOOK = "post_grad_custom_pre_pass"
@@ -38,10 +39,10 @@ def bare(graph):
     pass
 
 
-def outcome(**options):
+def outcome(function=merge, **options):
     torch._dynamo.reset()
     counters.clear()
-    torch.compile(merge, backend="dcp_inductor", options=options)(*merge_inputs())
+    torch.compile(function, backend="dcp_inductor", options=options)(*merge_inputs())
     cache = {
         name: sum(
             count
@@ -53,6 +54,18 @@ def outcome(**options):
     }
     seen = "".join(name[0] for name in cache if cache[name])
     return seen, counters["dcp_inductor"]["rewritten"]
+
+
+def moved(lines, folder="here"):
+    # The function as it is after lines were put into its file.
+    path = pathlib.Path(sys.argv[2], folder, "edited.py")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\\n" * lines + pathlib.Path(models.__file__).read_text())
+    linecache.checkcache()
+    spec = importlib.util.spec_from_file_location("edited", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.merge
 
 
 with fake_group():
@@ -68,6 +81,10 @@ with fake_group():
         results["bare function"] = outcome(**{HOOK: bare})
         results["no identity"] = outcome(**{HOOK: Other(None)})
         results["back"] = outcome()
+        results["moved"] = outcome(moved(2))
+        results["moved again"] = outcome(moved(2))
+        results["moved on"] = outcome(moved(3))
+        results["moved elsewhere"] = outcome(moved(2, "elsewhere"))
         results["explained"] = dcp_inductor.explain(merge, *merge_inputs()).rewritten
     print(json.dumps(results))
 """
@@ -83,7 +100,7 @@ def run(which: str, root: Path, cache: Path) -> dict[str, Any]:
         ),
     }
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, which],
+        [sys.executable, "-c", _SCRIPT, which, str(cache)],
         env=environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -108,6 +125,11 @@ def test_a_second_process_hits_and_a_changed_setting_misses(
         "bare function": bypass,
         "no identity": bypass,
         "back": hit,
+        # Errors name a site's line, and ranks compare it.
+        "moved": miss,
+        "moved again": hit,
+        "moved on": miss,
+        "moved elsewhere": hit,
         "explained": 1,  # compiles afresh, or there would be nothing to tell
     }
 

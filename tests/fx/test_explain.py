@@ -82,13 +82,43 @@ def test_compiled_code_of_the_caller_stays() -> None:
     assert counters["stats"]["unique_graphs"] == 0
 
 
-def test_options_of_a_compiled_module_are_taken_over() -> None:
+def in_place(**kwargs) -> Model:
+    model = Model()
+    model.compile(**kwargs)
+    return model
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda **kwargs: torch.compile(Model(), **kwargs),
+        lambda **kwargs: torch.compile(merge, **kwargs),
+        in_place,
+    ],
+    ids=["module", "function", "in place"],
+)
+def test_options_of_a_compiled_model_are_taken_over(compiled) -> None:
     options = {"dcp_inductor.direct_combine": "disable"}
-    compiled = torch.compile(Model(), backend="dcp_inductor", options=options)
-    rows = dcp_inductor.explain(compiled, *merge_inputs()).rows
+    ours = compiled(backend="dcp_inductor", options=options)
+    rows = dcp_inductor.explain(ours, *merge_inputs()).rows
     assert ("combine", "rejected") in [(row.kind, row.decision) for row in rows]
-    other = torch.compile(Model(), backend="inductor", mode="reduce-overhead")
+    off = compiled(backend="dcp_inductor", options={"dcp_inductor.enable": False})
+    assert not dcp_inductor.explain(off, *merge_inputs()).enabled
+    other = compiled(backend="inductor", mode="reduce-overhead")
     assert dcp_inductor.explain(other, *merge_inputs()).rewritten == 1
+
+
+@pytest.mark.parametrize("dims", [(), (0,), (1,), (0, 1)])
+def test_dynamic_heads_count_as_they_are(dims: tuple[int, ...]) -> None:
+    torch._dynamo.reset()
+    inputs = merge_inputs()
+    for tensor in inputs:
+        for dim in dims:
+            torch._dynamo.mark_dynamic(tensor, dim)
+    [row] = dcp_inductor.explain(merge, *inputs).rows
+    _, heads, head_dim = inputs[0].shape
+    size = inputs[0].element_size()
+    assert row.workspace_bytes == 2 * 256 * heads * (head_dim * size + 4)
 
 
 def test_a_rejection_gives_its_code_and_reason() -> None:
