@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dcp_inductor.fx.dcp_pass import DcpPass
     from dcp_inductor.runtime.cuda_registry import check
     from dcp_inductor.runtime.preparation import prepare
-    from dcp_inductor.runtime.registry import recover
+    from dcp_inductor.runtime.registry import close, recover
     from dcp_inductor.runtime.ubatch import ubatch
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "DcpPass",
     "__version__",
     "check",
+    "close",
     "config",
     "explain",
     "ops",
@@ -43,6 +44,7 @@ __all__ = [
 _LAZY = {
     "DcpPass": "dcp_inductor.fx.dcp_pass",
     "check": "dcp_inductor.runtime.cuda_registry",
+    "close": "dcp_inductor.runtime.registry",
     "explain": "dcp_inductor.explanation",
     "prepare": "dcp_inductor.runtime.preparation",
     "recover": "dcp_inductor.runtime.registry",

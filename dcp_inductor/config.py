@@ -56,6 +56,14 @@ num_ubatches: int = 1
 # kernels of others that are launched so and read before they wait.
 launch_overlap: bool = True
 
+# Bytes of a rank's partial output up to which the merge on GPUs goes by marked words,
+# and by tiles above. Default: all that was measured over NVLink (docs/benchmarks.md).
+marked_bytes: int = 32 << 20
+
+# Bytes that a rank receives up to which a gather on GPUs goes by packets, and by slices
+# above; half as many where slices leave the result in place. Default: as measured.
+packet_bytes: int = 640 << 10
+
 # Let gathers on GPUs store to all ranks at once through NVLink multicast, where every
 # rank has it. Off: it has been compiled and never run.
 multicast: bool = False

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcp_inductor import ops, reference
+from dcp_inductor import config, ops, reference
 from dcp_inductor.bench.four_launch import FourLaunch
 
 Variants = dict[str, Callable[[], Tensor]]
@@ -138,15 +138,9 @@ class Exchanges:
 @contextlib.contextmanager
 def one_kernel_for_all(name: str) -> Iterator[None]:
     """Plan exchanges with kernel ``name`` whatever their size: finds the crossover."""
-    from dcp_inductor.runtime import cuda_layout
-
-    saved = cuda_layout.MARKED_BYTES, cuda_layout.PACKET_BYTES
-    bound = _EVERY_SIZE if name in ("marked", "packets") else 0
-    cuda_layout.MARKED_BYTES = cuda_layout.PACKET_BYTES = bound
-    try:
+    bound = _EVERY_SIZE if name in ("marked", "packets") else 1
+    with config.patch(marked_bytes=bound, packet_bytes=bound):
         yield
-    finally:
-        cuda_layout.MARKED_BYTES, cuda_layout.PACKET_BYTES = saved
 
 
 def _first(op: Callable[..., Any], *arguments: Any) -> Tensor:

@@ -27,9 +27,9 @@ from dcp_inductor.runtime.cuda_plan import (
     aligned_rows,
     dtype_name,
     launch_table,
+    plan_settings,
     row_refusal,
     size_refusal,
-    table_settings,
 )
 from dcp_inductor.runtime.cuda_workspace import Workspace
 from dcp_inductor.runtime.signature import Signature
@@ -67,12 +67,12 @@ def a2a_lse_reduce(
     workspace = cuda_registry.workspace_for(group_name, partial_output.device)
     if isinstance(workspace, Refusal):
         return workspace
-    workspace.check()
+    workspace.begin()
     workspace.refuse_unfinished("a2a_lse_reduce")
     key = (
         tuple(partial_output.shape), partial_output.dtype, tuple(partial_lse.shape),
-        partial_lse.dtype, options, seq_lens is None, query_start_loc is None, site,
-        config.max_tokens, *table_settings(),
+        partial_lse.dtype, partial_lse.device, options, seq_lens is None,
+        query_start_loc is None, site, *plan_settings(),
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
@@ -113,10 +113,6 @@ def _plan_combine(
     num_tokens, heads, head_dim = partial_output.shape
     payload, scatter = partial_output.dtype, options.scatter
     output_dtype = options.output_dtype or payload
-    call = Signature(
-        "a2a_lse_reduce", (num_tokens, heads, head_dim), dtype_name(payload),
-        options.words(payload), "", site,
-    )  # fmt: skip
     row_bytes = head_dim * partial_output.element_size()
     refusal = (
         capability.combine_refusal(payload, partial_lse.dtype, output_dtype)
@@ -128,6 +124,10 @@ def _plan_combine(
         return refusal
     memory = workspace.memory
     kernel = cuda_layout.combine_kernel(num_tokens * heads * row_bytes)
+    call = Signature(
+        "a2a_lse_reduce", (num_tokens, heads, head_dim), dtype_name(payload),
+        options.words(payload), cuda_layout.COMBINE_KERNELS[kernel], site,
+    )  # fmt: skip
     if scatter == "none":
         splits = [0] * memory.world_size
     elif options.split_sizes:
@@ -138,7 +138,7 @@ def _plan_combine(
     # For as many tokens as this kernel ever gets, so that one arena serves every T.
     tokens = config.max_tokens
     if kernel == cuda_layout.MARKED:
-        tokens = min(tokens, cuda_layout.MARKED_BYTES // (heads * row_bytes))
+        tokens = min(tokens, config.marked_bytes // (heads * row_bytes))
     rows = tokens * (max(splits) if scatter == "heads" else heads)
     if scatter == "tokens" and not options.split_sizes:
         rows = -(-tokens // memory.world_size) * heads

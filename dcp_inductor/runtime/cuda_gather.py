@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from dcp_inductor.runtime.cuda_plan import (
     aligned_rows,
     dtype_name,
     launch_table,
+    plan_settings,
     row_refusal,
     size_refusal,
-    table_settings,
 )
 from dcp_inductor.runtime.cuda_workspace import Workspace
 from dcp_inductor.runtime.signature import Signature
@@ -37,9 +37,9 @@ def agree_on_no_rows(op: str, group_name: str, x: Tensor, site: str) -> None:
     workspace = cuda_registry.workspace_for(group_name, x.device)
     if isinstance(workspace, Refusal):
         return
-    workspace.check()
+    workspace.begin()
     workspace.refuse_unfinished(op)
-    key = ("no rows", op, tuple(x.shape), x.dtype, site, *table_settings())
+    key = ("no rows", op, tuple(x.shape), x.dtype, site, *plan_settings())
     plan = workspace.plans.get(key)
     if plan is None:
         call = Signature(op, tuple(x.shape), dtype_name(x.dtype), "", "", site)
@@ -86,12 +86,12 @@ def _gather_query(
     workspace = cuda_registry.workspace_for(group_name, query.device)
     if isinstance(workspace, Refusal):
         return workspace
-    workspace.check()
+    workspace.begin()
     workspace.refuse_unfinished("q_gather")
     as_view = as_view and not workspace.view_unmerged
     key = (
         "q", tuple(query.shape), query.dtype, padded_heads, site, as_view,
-        config.max_tokens, *table_settings(),
+        *plan_settings(),
     )  # fmt: skip
     plan = workspace.plans.get(key)
     if plan is None:
@@ -135,6 +135,7 @@ def _query_plan(
     refusal = _refusal(num_tokens, local_row_bytes, row_bytes)
     if refusal:
         return refusal
+    call = replace(call, route=cuda_layout.GATHER_KERNELS[kernel])
     layout = cuda_layout.view_arena(
         world_size, config.max_tokens * local_row_bytes,
         config.max_tokens * total * row_bytes,
@@ -153,7 +154,7 @@ def kv_gather(group_name: str, rows: Tensor, site: str) -> Tensor | Refusal:
     workspace = cuda_registry.workspace_for(group_name, rows.device)
     if isinstance(workspace, Refusal):
         return workspace
-    workspace.check()
+    workspace.begin()
     plan = workspace.finish(_published(rows, site))
     if plan is None:
         plan = _kv_plan(workspace, rows, site, split=False)
@@ -172,7 +173,7 @@ def kv_gather_publish(group_name: str, rows: Tensor, site: str) -> Refusal | Non
     workspace = cuda_registry.workspace_for(group_name, rows.device)
     if isinstance(workspace, Refusal):
         return workspace
-    workspace.check()
+    workspace.begin()
     workspace.refuse_unfinished("kv_gather_publish")
     plan = _kv_plan(workspace, rows, site, split=True)
     if isinstance(plan, Refusal):
@@ -195,10 +196,7 @@ def _as_kv_rows(rows: Tensor) -> Tensor:
 def _kv_plan(
     workspace: Workspace, rows: Tensor, site: str, split: bool
 ) -> _GatherPlan | Refusal:
-    key = (
-        "kv", tuple(rows.shape), rows.dtype, site, split, config.max_tokens,
-        *table_settings(),
-    )  # fmt: skip
+    key = ("kv", tuple(rows.shape), rows.dtype, site, split, *plan_settings())
     plan = workspace.plans.get(key)
     if plan is None:
         call = Signature(
@@ -237,6 +235,7 @@ def _plan_gather(
     capacity = config.max_tokens * local_row_bytes
     if kernel == cuda_layout.PACKETS:
         capacity = min(capacity, cuda_layout.packet_bytes(world_size))
+    call = replace(call, route=cuda_layout.GATHER_KERNELS[kernel])
     layout = cuda_layout.gather_arena(kernel, world_size, capacity)
     tables = []
     for publish, wait in ((True, False), (False, True)) if split else ((True, True),):

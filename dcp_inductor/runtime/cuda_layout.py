@@ -8,7 +8,10 @@ capacities in bytes, those of LSE and flag sections in 8-byte words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from dcp_inductor import config
 
 MAX_RANKS = 16
 HEADER_BYTES = 512
@@ -16,23 +19,17 @@ EPOCH = slice(4, 8)  # bytes of the header that hold the epoch
 FIRST_EPOCH = 2
 FAULT_WORDS = 16  # uint32
 TAIL_BYTES = 64 * 1024  # mapped behind every buffer: readers may run past the end
+CONTROL_BYTES = HEADER_BYTES + TAIL_BYTES
 _SLOTS = 2
 _ALIGNMENT = 256
 _TILE_UNITS = 32
 _UNIT_BYTES = 512  # what one warp moves with one 16-byte chunk a lane
 ARMED = 0xFF  # fill of words that carry their own arrival mark
 
-# Up to this many bytes of a rank's partial output, marked words beat flags by tile: all
-# that was measured between two and four H200 over NVLink (docs/benchmarks.md).
-MARKED_BYTES = 32 << 20
-# Up to this many bytes that a rank receives, packets beat flags by slice; likewise.
-PACKET_BYTES = 640 << 10
-# The same where slices need no copy at their end. Not measured over NVLink: the copy's
-# time on one GPU taken off.
-PACKET_BYTES_IN_PLACE = 320 << 10
-
 MARKED, TILED = 0, 1  # CombineKernel
 PACKETS, SLICES = 0, 1  # GatherKernel
+COMBINE_KERNELS = ("marked", "tiled")
+GATHER_KERNELS = ("packets", "slices")
 Q_GATHER, KV_GATHER = 2, 3  # Op
 VIEW = "view"  # kind of the arena whose data is a result
 SCATTER = {"heads": 0, "tokens": 1, "none": 2}
@@ -63,6 +60,16 @@ class ArenaLayout:
         """Bytes of the arena, the tail included."""
         last = self.full_lse
         return last.offset + align(last.size, _ALIGNMENT) + TAIL_BYTES
+
+    def as_words(self) -> list[Any]:
+        """The layout for a peer to read; see :meth:`of_words`."""
+        return [self.kind, *(list(astuple(section)) for section in self.sections)]
+
+    @classmethod
+    def of_words(cls, words: list[Any]) -> ArenaLayout:
+        """The layout of which a peer says :meth:`as_words`."""
+        kind, *sections = words
+        return cls(kind, *(Section(*section) for section in sections))
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -111,7 +118,7 @@ def arena(
 
 def combine_kernel(payload_bytes: int) -> int:
     """Which combine kernel serves a rank's partial output of this size."""
-    return MARKED if payload_bytes <= MARKED_BYTES else TILED
+    return MARKED if payload_bytes <= config.marked_bytes else TILED
 
 
 def combine_arena(
@@ -125,7 +132,7 @@ def combine_arena(
     units = rows * -(-row_bytes // _UNIT_BYTES)
     tiled = kernel == TILED
     return arena(
-        "tiled" if tiled else "marked", world_size, rows * row_bytes, units,
+        COMBINE_KERNELS[kernel], world_size, rows * row_bytes, units,
         -(-units // _TILE_UNITS) if tiled else 0, full_lse_rows, 0 if tiled else ARMED,
     )  # fmt: skip
 
@@ -137,7 +144,8 @@ def packet_bytes(world_size: int, in_place: bool = False) -> int:
         world_size: number of ranks.
         in_place: slices would leave the result where it arrives.
     """
-    received = PACKET_BYTES_IN_PLACE if in_place else PACKET_BYTES
+    # Half in place: the copy's time on one GPU taken off, not measured over NVLink.
+    received = config.packet_bytes // (2 if in_place else 1)
     return received // max(world_size - 1, 1)
 
 
@@ -153,7 +161,7 @@ def gather_arena(kernel: int, world_size: int, local_bytes: int) -> ArenaLayout:
     # A packet is half data; a header goes with 32 chunks, a flag with 256 or more.
     words = -(-local_bytes // (16 * (32 if packets else 256)))
     return arena(
-        "packets" if packets else "slices", world_size,
+        GATHER_KERNELS[kernel], world_size,
         local_bytes * (2 if packets else 1), words, 0, 0, 0,
     )  # fmt: skip
 

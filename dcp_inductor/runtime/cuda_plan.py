@@ -14,6 +14,9 @@ from dcp_inductor.runtime.cuda_workspace import Workspace
 from dcp_inductor.runtime.signature import Signature
 
 CHUNK_BYTES = 16
+_SETTINGS = (
+    "max_tokens", "marked_bytes", "packet_bytes", "timeout_s", "launch_overlap",
+)  # fmt: skip
 _MAX_PIECES = 1 << 31  # the kernels divide numbers below
 
 
@@ -55,9 +58,9 @@ def size_refusal(pieces: int, nbytes: int) -> Refusal | None:
     )
 
 
-def table_settings() -> tuple[object, ...]:
-    """Knobs that launch tables hold; part of the key of every plan."""
-    return config.timeout_s, config.launch_overlap
+def plan_settings() -> tuple[object, ...]:
+    """Knobs that a plan is made of; part of the key of every plan."""
+    return tuple(map(config.read, _SETTINGS))
 
 
 def launch_table(

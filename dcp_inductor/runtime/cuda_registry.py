@@ -163,6 +163,8 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refus
                 "num_ubatches": config.num_ubatches,
                 "max_tokens": config.max_tokens,
                 "multicast": config.multicast,
+                "marked_bytes": config.marked_bytes,
+                "packet_bytes": config.packet_bytes,
                 "refusal": ["build", problem] if problem else None,
             }
         )
@@ -174,7 +176,9 @@ def _join(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Refus
 
 
 def _differing_settings(said: list[dict[str, str]]) -> Refusal | None:
-    for key in ("max_tokens", "multicast", "symmetric_memory"):
+    for key in (
+        "max_tokens", "multicast", "marked_bytes", "packet_bytes", "symmetric_memory",
+    ):  # fmt: skip
         for rank, facts in enumerate(said):
             if facts[key] != said[0][key]:
                 return Refusal(

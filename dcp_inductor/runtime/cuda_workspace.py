@@ -9,8 +9,8 @@ captured graphs hold their addresses.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
-import secrets
 import threading
 import zlib
 from dataclasses import dataclass, field, replace
@@ -29,14 +29,13 @@ from dcp_inductor.errors import (
     FaultRecord,
     with_way_on,
 )
-from dcp_inductor.runtime import cuda_layout, rendezvous, symm_mem
+from dcp_inductor.runtime import cuda_buffers, cuda_layout, rendezvous, symm_mem
 from dcp_inductor.runtime.signature import Signature, contrast, describe
 
 log = logging.getLogger(__name__)
 
 _OPS = {1: "a2a_lse_reduce", 2: "q_gather", 3: "kv_gather"}
 _TIMEOUT, _MISMATCH = 1, 2
-_TAG_BYTES = 16
 _SIGNATURE_KEY = "dcp_inductor/signature"
 
 
@@ -58,6 +57,7 @@ class Workspace:
     unfinished: tuple[Any, Any] | None = None
     # The last result that stayed in an arena may be in use: no merge has begun since.
     view_unmerged: bool = False
+    stream: Any = None  # of the last launch that no capture recorded
 
     def __post_init__(self) -> None:
         self.fault_address = self.fault.data_ptr()
@@ -73,6 +73,22 @@ class Workspace:
         """
         if self._fault_state.value:
             self._raise_fault()
+
+    def begin(self) -> None:
+        """:meth:`check`, and put the coming launch behind this workspace's last one.
+
+        Two at a time would use one slot, so a launch on another stream than the last
+        waits for that stream. Of a graph's replays nobody here knows.
+        """
+        self.check()
+        if self.memory.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.memory.device)
+        if stream == self.stream or torch.cuda.is_current_stream_capturing():
+            return
+        if self.stream is not None:
+            stream.wait_stream(self.stream)
+        self.stream = stream
 
     def finish(self, published: Any) -> Any:
         """The plan of the unfinished gather, which this call ends; None: there is none.
@@ -114,21 +130,34 @@ class Workspace:
         )  # fmt: skip
         error: DCPError
         if kind == _MISMATCH:
-            said = (memory.signature(checksum) for checksum in (own, other))
+            mine, its = (memory.signature(checksum) for checksum in (own, other))
             error = DCPMismatchError(
                 f"exchange {wanted} of group '{memory.group_name}': "
-                f"{contrast(rank, next(said), peer, next(said))}"
+                f"{contrast(rank, mine, peer, its)}"
             )
         else:
             error = DCPTimeoutError(record, config.timeout_s)
-            error.add_note(f"row {row} of the result and those behind it are NaN")
+            where = f"its row {row}" if record.op == _OPS[1] and row >= 0 else "a part"
+            error.add_note(
+                f"of the result {where} did not come; rows that lack a peer are NaN"
+            )
         self.why_dead = str(error)
-        if site:
-            # A peer that refused the site says more than that it did not come.
-            votes.post(memory.group_name, site, votes.ACCEPTED)
-            votes.check(memory.group_name, site, votes.ACCEPTED)
-        votes.check_departures(memory.group_name, site)
+        self._ask_votes(site)
         raise error
+
+    def _ask_votes(self, site: str) -> None:
+        """Raise what says more than a wait that has ended: what peers have decided."""
+        name = self.memory.group_name
+        try:
+            if site:
+                votes.post(name, site, votes.ACCEPTED)
+                votes.check(name, site, votes.ACCEPTED)
+            votes.check_departures(name, site)
+        except DCPError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            # The store went with a peer, or the group is destroyed.
+            log.debug("votes on site %s not read: %s", site, error)
 
 
 class GroupMemory:
@@ -183,8 +212,7 @@ class GroupMemory:
 
     def create_controls(self, session: rendezvous.Session) -> Refusal | None:
         """Make the workspaces, without arenas; a collective."""
-        nbytes = cuda_layout.HEADER_BYTES + cuda_layout.TAIL_BYTES
-        controls = self._create(session, nbytes)
+        controls = self._create(session, cuda_layout.CONTROL_BYTES)
         if isinstance(controls, Refusal):
             return controls
         for control in controls:
@@ -220,32 +248,53 @@ class GroupMemory:
     ) -> symm_mem.SymmetricBuffer | Refusal:
         try:
             session = self.session()
-            check = zlib.crc32(repr(layout).encode())
-            route = f"set-up of {layout.size} bytes (layout {check:08x})"
-            own = replace(call, route=route).pack()
-            for peer, said in enumerate(session.exchange({"call": own.hex()})):
-                other = bytes.fromhex(said["call"])
-                if other != own:
-                    raise DCPMismatchError(
-                        f"first use of group '{self.group_name}' for an exchange: "
-                        f"{contrast(self.rank, own, peer, other)}"
-                    )
-            buffers = self._create(session, layout.size)
-            if isinstance(buffers, Refusal):
-                self._refused[layout] = buffers
-                return buffers
-            for owner, made in zip(self.workspaces, buffers, strict=True):
-                owner.arenas[layout] = made
-                _fill(made, layout)
-            torch.cuda.synchronize(self.device)
-            session.exchange({})
+            for each in self._layouts_to_create(session, layout, call):
+                if each in workspace.arenas or each in self._refused:
+                    continue
+                buffers = self._create(session, each.size)
+                if isinstance(buffers, Refusal):
+                    self._refused[each] = buffers
+                    continue
+                for made in buffers:
+                    _fill(made, each)
+                torch.cuda.synchronize(self.device)
+                session.exchange({})  # from here on peers may store to it
+                for owner, made in zip(self.workspaces, buffers, strict=True):
+                    owner.arenas[each] = made
+                self._log_memory(call, each)
         except rendezvous.PeersMissingError as error:
             raise self.missing(error, call.op, call.site) from error
-        self._log_memory(call, layout)
-        return workspace.arenas[layout]
+        return workspace.arenas.get(layout) or self._refused[layout]
+
+    def _layouts_to_create(
+        self,
+        session: rendezvous.Session,
+        layout: cuda_layout.ArenaLayout,
+        call: Signature,
+    ) -> list[cuda_layout.ArenaLayout]:
+        """What this meeting makes, in the same order on all ranks.
+
+        Threads of micro-batches come in any order, so their ranks may be here for
+        different layouts: all are made.
+        """
+        check = zlib.crc32(repr(layout).encode())
+        route = f"set-up of {layout.size} bytes (layout {check:08x})"
+        own = replace(call, route=f"{call.route}, {route}").pack()
+        said = session.exchange({"call": own.hex(), "layout": layout.as_words()})
+        if self.num_ubatches > 1:
+            wanted = sorted({json.dumps(each["layout"]) for each in said})
+            return [cuda_layout.ArenaLayout.of_words(json.loads(w)) for w in wanted]
+        for peer, each in enumerate(said):
+            other = bytes.fromhex(each["call"])
+            if other != own:
+                raise DCPMismatchError(
+                    f"first use of group '{self.group_name}' for an exchange: "
+                    f"{contrast(self.rank, own, peer, other)}"
+                )
+        return [layout]
 
     def _log_memory(self, call: Signature, layout: cuda_layout.ArenaLayout) -> None:
-        """Say what the group holds: once at info on one rank, growth at debug."""
+        # Once at info, growth at debug.
         first = len(self.workspaces[0].arenas) == 1 and self.rank == 0
         log.log(
             logging.INFO if first else logging.DEBUG,
@@ -281,8 +330,11 @@ class GroupMemory:
     def signature(self, checksum: int) -> bytes:
         """The signature behind a checksum, as the device reports it."""
         key = f"{_SIGNATURE_KEY}/{checksum % (1 << 32):08x}"
-        if self._store.check([key]):
-            return bytes.fromhex(self._store.get(key).decode())
+        try:
+            if self._store.check([key]):
+                return bytes.fromhex(self._store.get(key).decode())
+        except dist.DistError as error:
+            log.debug("signature %s not read: %s", key, error)
         return f"an exchange of checksum {checksum % (1 << 32):08x}".encode()
 
     def missing(
@@ -311,52 +363,11 @@ class GroupMemory:
     def _create(
         self, session: rendezvous.Session, nbytes: int
     ) -> list[symm_mem.SymmetricBuffer] | Refusal:
-        """One tested buffer per micro-batch, or why some rank has none."""
-        problem, tensors, buffers = "", [], []
-        try:
-            for _ in range(self.num_ubatches):
-                tensors.append(symm_mem.allocate(nbytes, self.device))
-        except RuntimeError as error:
-            problem = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-        refusal = _first_problem(session, problem)
-        if refusal:
-            return refusal
-        try:
-            group = groups.resolve(self.group_name)
-            for tensor in tensors:
-                buffers.append(
-                    symm_mem.SymmetricBuffer(tensor, group, self.hidden_peers)
-                )
-        except RuntimeError as error:
-            problem = f"cannot share memory with the peers: {error}"
-        refusal = _first_problem(session, problem)
-        if refusal:
-            return refusal
-        for buffer in buffers:
-            refusal = self._test(session, buffer)
-            if refusal:
-                return refusal
-        if self.multicast:
-            symm_mem.share_multicast(session, buffers)
-        return buffers
-
-    def _test(
-        self, session: rendezvous.Session, buffer: symm_mem.SymmetricBuffer
-    ) -> Refusal | None:
-        """Write a tag through every peer's address and read all of them back."""
-        tag = secrets.token_bytes(_TAG_BYTES)
-        mine = torch.frombuffer(bytearray(tag), dtype=torch.uint8).to(self.device)
-        for peer in range(self.world_size):
-            buffer.of_peer(peer, self.rank * _TAG_BYTES, _TAG_BYTES).copy_(mine)
-        torch.cuda.synchronize(self.device)
-        tags = [bytes.fromhex(s["tag"]) for s in session.exchange({"tag": tag.hex()})]
-        problem = ""
-        for peer in range(self.world_size):
-            nbytes = self.world_size * _TAG_BYTES
-            seen = bytes(buffer.of_peer(peer, 0, nbytes).cpu().tolist())
-            if seen != b"".join(tags):
-                problem = f"memory of rank {peer} does not hold what the ranks wrote"
-        return _first_problem(session, problem)
+        """One tried buffer per micro-batch, or why some rank has none."""
+        return cuda_buffers.create(
+            session, groups.resolve(self.group_name), self.device, self.num_ubatches,
+            nbytes, self.hidden_peers, self.multicast,
+        )  # fmt: skip
 
 
 def refuse_capture(group_name: str, call: Signature | None = None) -> None:
@@ -381,13 +392,6 @@ def refuse_capture(group_name: str, call: Signature | None = None) -> None:
         "many rows, before the capture (dcp_inductor.prepare sets up the group, but "
         "does not know the sizes)"
     )
-
-
-def _first_problem(session: rendezvous.Session, problem: str) -> Refusal | None:
-    for rank, said in enumerate(session.exchange({"problem": problem})):
-        if said["problem"]:
-            return Refusal("allocation", f"rank {rank}: {said['problem']}")
-    return None
 
 
 def _fill(buffer: symm_mem.SymmetricBuffer, layout: cuda_layout.ArenaLayout) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dcp_inductor import groups
 from dcp_inductor.capability import Refusal
+from dcp_inductor.errors import DCPError
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,10 @@ def take(op: str, knob: str, mode: str, group_name: str, refusal: Refusal) -> No
     """Account for one call of ``op`` that takes the reference because of ``refusal``.
 
     Raises:
-        RuntimeError: ``mode`` is "force", with the reason.
+        DCPError: ``mode`` is "force", with the reason.
     """
     if mode == "force":
-        raise RuntimeError(
+        raise DCPError(
             f"{op}: config.{knob} is 'force', but a direct exchange cannot be made "
             f"over group '{group_name}': {refusal.detail}. Remove the cause, or set it "
             "to 'auto'"
@@ -43,7 +44,7 @@ def take(op: str, knob: str, mode: str, group_name: str, refusal: Refusal) -> No
             return
         told.add(key)
     level = logging.WARNING if groups.rank(group_name) == 0 else logging.DEBUG
-    message = "%s over group '%s' uses the collectives: %s"
+    message = "dcp_inductor: %s over group '%s' uses the collectives: %s"
     log.log(level, message, op, group_name, refusal.detail)
 
 

@@ -78,9 +78,22 @@ def recover(group: dist.ProcessGroup | None = None) -> None:
     votes.recovered(group)
 
 
-def close(group: dist.ProcessGroup) -> None:
-    """Drop the workspaces of ``group``, which its next exchange would set up anew."""
-    _groups.pop(group, None)
+def close(group: dist.ProcessGroup | None = None) -> None:
+    """Give back the memory of ``group`` (default: the world); every rank must call it.
+
+    To be called before the group is destroyed, where a process goes on: on GPUs nothing
+    else gives the memory back, since captured graphs hold its addresses. No such graph
+    may be replayed afterwards, and no thread be within an exchange of the group. A
+    later exchange would set the group up anew.
+
+    Raises:
+        DCPTimeoutError: a rank did not come within ``config.timeout_s``, or has ended;
+            the memory is kept.
+        DCPError: this process is a fork of the one that set the group up.
+    """
+    group = groups.or_world(group)
+    recover(group)  # a meeting: nobody is within an exchange
+    cuda_registry.close(group)
 
 
 def _set_up(

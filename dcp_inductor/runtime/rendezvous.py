@@ -65,7 +65,8 @@ class Session:
         ``while_waiting`` is called every second of a wait, and may end it by raising.
 
         Raises:
-            PeersMissingError: some rank did not come within ``timeout_s``.
+            PeersMissingError: some rank did not come within ``timeout_s``; the rounds
+                that follow may take as long together.
             DCPError: the store cannot be reached.
         """
         self._store = store
@@ -76,6 +77,9 @@ class Session:
         self._rounds = 0
         with _reachable():
             self._name = self._handshake()
+        # All are here: the rounds have a time of their own, or one that came early
+        # would have none left for what those that came late still do.
+        self._deadline = time.monotonic() + timeout_s
 
     def exchange(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's ``payload``, by rank; a round that all ranks must make.

@@ -104,14 +104,19 @@ def _merge_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     highest = tl.full([ROWS], float("-inf"), tl.float32)
-    for source in range(NUM_RANKS):
-        value = tl.load(words + source * words_step + row, is_row, float("-inf"))
+    # Steps add up in the pointer: their product with the source may not fit in 32 bits.
+    word = words + row
+    for _ in range(NUM_RANKS):
+        value = tl.load(word, is_row, float("-inf"))
+        word += words_step
         highest = tl.maximum(highest, value)
     # -inf - -inf is NaN: rows that are empty everywhere are measured from 0 instead.
     origin = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros([ROWS], tl.float32)
-    for source in range(NUM_RANKS):
-        value = tl.load(words + source * words_step + row, is_row, float("-inf"))
+    word = words + row
+    for _ in range(NUM_RANKS):
+        value = tl.load(word, is_row, float("-inf"))
+        word += words_step
         total += _power(value - origin, BASE_E)
     divisor = tl.where(total == 0.0, 1.0, total)
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -119,8 +124,10 @@ def _merge_kernel(
     is_value = is_row[:, None] & (column < head_dim)
     merged = tl.zeros([ROWS, BLOCK_D], tl.float32)
     at = payload + offset
-    for source in range(NUM_RANKS):
-        value = tl.load(words + source * words_step + row, is_row, float("-inf"))
+    word = words + row
+    for _ in range(NUM_RANKS):
+        value = tl.load(word, is_row, float("-inf"))
+        word += words_step
         share = _power(value - origin, BASE_E) / divisor
         # A source of weight 0 is not read: its payload may be NaN.
         data = tl.load(at, mask=is_value & (share > 0)[:, None], other=0.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dcp_inductor import config
 from dcp_inductor.runtime import cuda_launch_ops, cuda_layout
 
 
@@ -113,8 +114,11 @@ def test_a_view_has_one_place_and_flags_like_any_gather(world_size: int) -> None
 def test_one_arena_serves_neighbouring_sizes() -> None:
     sizes = {cuda_layout.combine_arena(0, 8, rows, 1024, 0) for rows in range(65, 129)}
     assert len(sizes) == 1
-    assert cuda_layout.combine_kernel(cuda_layout.MARKED_BYTES) == cuda_layout.MARKED
-    assert cuda_layout.combine_kernel(cuda_layout.MARKED_BYTES + 1) == cuda_layout.TILED
+    with config.patch(marked_bytes=5000, packet_bytes=7000):
+        assert cuda_layout.combine_kernel(5000) == cuda_layout.MARKED
+        assert cuda_layout.combine_kernel(5001) == cuda_layout.TILED
+        assert cuda_layout.packet_bytes(8) == 1000
+        assert cuda_layout.packet_bytes(8, in_place=True) == 500
     limit = cuda_layout.packet_bytes(8)
     assert cuda_layout.gather_kernel(8, limit) == cuda_layout.PACKETS
     assert cuda_layout.gather_kernel(8, limit + 1) == cuda_layout.SLICES

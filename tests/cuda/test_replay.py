@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_inductor
-from dcp_inductor import ops
+from dcp_inductor import config, ops
 from dcp_inductor.capability import Refusal
 from dcp_inductor.runtime import cuda_layout, cuda_registry
 from tests.cuda import worlds
@@ -182,11 +182,10 @@ def canaries(rank: int, size: int, rounds: int) -> None:
     assert dcp_inductor.prepare(group)
     workspace = cuda_registry.workspace_for(name, lse.device)
     assert not isinstance(workspace, Refusal)
-    saved = cuda_layout.MARKED_BYTES, cuda_layout.PACKET_BYTES
-    both = (saved, (0, 0))  # the kernels for few rows, then those for many
+    few = config.default("marked_bytes"), config.default("packet_bytes")
+    both = (few, (1, 1))  # the kernels for few rows, then those for many
     try:
-        for cuda_layout.MARKED_BYTES, cuda_layout.PACKET_BYTES in both:
-            workspace.plans.clear()
+        for config.marked_bytes, config.packet_bytes in both:
             exchanges()
         kinds = {layout.kind for layout in workspace.arenas}
         assert kinds == {"packets", "slices", "marked", "tiled"}
@@ -199,8 +198,7 @@ def canaries(rank: int, size: int, rounds: int) -> None:
         torch.cuda.synchronize()
         dist.barrier()
         for i in range(rounds):
-            cuda_layout.MARKED_BYTES, cuda_layout.PACKET_BYTES = both[i % 2]
-            workspace.plans.clear()
+            config.marked_bytes, config.packet_bytes = both[i % 2]
             exchanges()
         torch.cuda.synchronize()
         dist.barrier()
@@ -210,7 +208,7 @@ def canaries(rank: int, size: int, rounds: int) -> None:
         dist.barrier()
         cuda_registry.close(group)
     finally:
-        cuda_layout.MARKED_BYTES, cuda_layout.PACKET_BYTES = saved
+        config.marked_bytes, config.packet_bytes = few
 
 
 def with_margins(*shape: int):

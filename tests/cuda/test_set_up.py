@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import dcp_inductor
-from dcp_inductor import ops
+from dcp_inductor import config, ops
 from dcp_inductor.errors import DCPError
-from dcp_inductor.runtime import cuda_layout, cuda_registry
+from dcp_inductor.runtime import cuda_registry
 from tests.cuda import worlds
 from tests.cuda.worlds import TOKEN
 from tests.support import fallbacks
@@ -44,7 +44,7 @@ def set_up_inside_capture(rank: int, size: int) -> tuple[str, str]:
     assert got.sum() == 32 * sum(range(size))
     # Nor for one of another size: 64 tokens take another kernel than 2.
     ops.a2a_lse_reduce(partial[:2], lse[:2], TOKEN, name)
-    with MarkedUpTo(partial[:2].nbytes):
+    with config.patch(marked_bytes=partial[:2].nbytes):
         new_size = capture_fails(lambda: ops.a2a_lse_reduce(partial, lse, TOKEN, name))
         assert "a2a_lse_reduce[64" in new_size
         ops.a2a_lse_reduce(partial, lse, TOKEN, name)
@@ -59,20 +59,6 @@ def set_up_inside_capture(rank: int, size: int) -> tuple[str, str]:
     cuda_registry.close(group)
     assert cuda_registry.memory_bytes(group) == 0
     return unprepared, new_kind
-
-
-class MarkedUpTo:
-    """Lets combines of more than ``nbytes`` take the kernel with flags."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def __enter__(self) -> None:
-        self._saved = cuda_layout.MARKED_BYTES
-        cuda_layout.MARKED_BYTES = self.nbytes
-
-    def __exit__(self, *error: object) -> None:
-        cuda_layout.MARKED_BYTES = self._saved
 
 
 def test_first_use_inside_a_capture_says_what_to_do() -> None:

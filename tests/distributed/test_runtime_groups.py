@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
@@ -12,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_inductor import config, ops, prepare, recover, reference
-from dcp_inductor.errors import DCPError, DCPMismatchError
+from dcp_inductor import close, config, ops, prepare, recover, reference
+from dcp_inductor.errors import DCPError, DCPMismatchError, DCPTimeoutError
 from dcp_inductor.runtime import registry, shm, ubatch
 from tests.support import (
     Log,
@@ -101,6 +102,45 @@ def stale_keys(rank: int, size: int) -> None:
 
 def test_a_store_full_of_old_keys_does_not_mislead_the_set_up() -> None:
     world(2).run(stale_keys)
+
+
+def closed(rank: int, size: int) -> tuple[int, int]:
+    group = fresh_group(size)
+    before = len(shm_mappings())
+    combine(group.group_name, rank, size)
+    held = len(shm_mappings()) - before
+    close(group)
+    gc.collect()
+    left = len(shm_mappings()) - before
+    combine(group.group_name, rank, size)  # sets it up anew
+    close(group)
+    assert not fallbacks()
+    return held, left
+
+
+def shm_mappings() -> list[str]:
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if "/dev/shm/" in line and "dcp" in line]
+
+
+def test_a_closed_group_holds_no_memory() -> None:
+    for held, left in world(2).run(closed):
+        assert held > 0
+        assert left == 0
+
+
+def closed_without_a_peer(rank: int, size: int) -> None:
+    group = fresh_group(size)
+    combine(group.group_name, rank, size)
+    if rank == 0:
+        with config.patch(timeout_s=1.0), pytest.raises(DCPTimeoutError) as caught:
+            close(group)
+        assert caught.value.record.peer == 1
+    dist.barrier()
+
+
+def test_no_rank_closes_alone() -> None:
+    world(2).run(closed_without_a_peer)
 
 
 # --- micro-batches ---------------------------------------------------------------

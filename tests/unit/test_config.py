@@ -27,6 +27,8 @@ OTHER = {
     "timeout_s": ("7.5", 7.5),
     "num_ubatches": ("2", 2),
     "launch_overlap": ("0", False),
+    "marked_bytes": ("4096", 4096),
+    "packet_bytes": ("4096", 4096),
     "multicast": ("1", True),
 }
 WRONG = {
@@ -39,6 +41,8 @@ WRONG = {
     "timeout_s": ("nan", float("inf")),
     "num_ubatches": ("two", -1),
     "launch_overlap": ("off", 0),
+    "marked_bytes": ("32M", 0),
+    "packet_bytes": ("-1", 1.5),
     "multicast": ("on", 1),
 }
 
