@@ -1,6 +1,6 @@
 """A decode step of DeepSeek-V3-shaped attention, before and after the rewrite.
 
-    python benchmarks/decode_step.py --ranks N [--json FILE]
+    PYTHONPATH=. python benchmarks/decode_step.py --ranks N [--json FILE]
 
 TP = DCP = N, a process a GPU over NCCL, bf16, 128 heads, latent rows of 576; 8
 sequences of equal length, without rotary embedding, which costs both sides the same.

@@ -37,6 +37,7 @@ def times(
 def main(source: str, target: str) -> None:
     """Read ``source``, write ``target``."""
     result = json.loads(Path(source).read_text())
+    commit = result.get("commit", "unknown")  # noted by hand
     figure, axes = pyplot.subplots(2, 3, figsize=(9.6, 5.6), sharex=True)
     for column, ranks in enumerate(RANKS):
         for axis, op, variants in (
@@ -64,7 +65,7 @@ def main(source: str, target: str) -> None:
             axis.set_yscale("log")
             axis.grid(alpha=0.3)
     figure.suptitle(
-        f"{result['gpu']}, virtual ranks, H = {HEADS}, bf16, commit {result['commit']}",
+        f"{result['gpu']}, virtual ranks, H = {HEADS}, bf16, commit {commit}",
         fontsize=10,
     )
     figure.tight_layout()

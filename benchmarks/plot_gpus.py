@@ -36,7 +36,7 @@ def draw(axes: Any, result: dict[str, Any]) -> None:
             axis.plot(*zip(*points, strict=True), STYLES[variant], ms=3, label=label)
         floors = {row["T"]: row["floor_us"] for row in mine}
         axis.plot(*zip(*floors.items(), strict=True), c="gray", lw=1, label="floor")
-        commit = result["machine"]["commit"]
+        commit = result["machine"].get("commit", "unknown")
         title = f"{op}, N = {mine[0]['N']}, H = {mine[0]['H']}, commit {commit}"
         axis.set_title(title, fontsize=8)
         axis.set_xscale("log", base=2)

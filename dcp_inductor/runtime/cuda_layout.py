@@ -83,8 +83,15 @@ def align(offset: int, alignment: int) -> int:
 
 
 def _class(needed: int, least: int) -> int:
-    """Capacity that serves ``needed`` and its neighbours: a power of two, or 0."""
-    return max(least, 1 << (needed - 1).bit_length()) if needed > 0 else 0
+    """Capacity that serves ``needed`` and its neighbours, or 0.
+
+    A power of two or, above a megabyte, a multiple of an eighth of the one below.
+    """
+    if needed <= 0:
+        return 0
+    bits = (needed - 1).bit_length()
+    step = 1 << (bits - 4 if bits > 20 else bits)
+    return max(least, align(needed, step))
 
 
 def arena(

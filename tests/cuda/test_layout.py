@@ -119,6 +119,12 @@ def test_one_arena_serves_neighbouring_sizes() -> None:
         assert cuda_layout.combine_kernel(5001) == cuda_layout.TILED
         assert cuda_layout.packet_bytes(8) == 1000
         assert cuda_layout.packet_bytes(8, in_place=True) == 500
+    for needed in range(1, 70):
+        assert cuda_layout._class(needed, 64) in (64, 128)
+    for needed in ((1 << 20) + 1, 3 << 20, (9 << 30) + 4096):
+        capacity = cuda_layout._class(needed, 64)
+        assert needed <= capacity <= needed * 9 / 8
+        assert capacity % (1 << 16) == 0  # whatever is aligned stays so
     limit = cuda_layout.packet_bytes(8)
     assert cuda_layout.gather_kernel(8, limit) == cuda_layout.PACKETS
     assert cuda_layout.gather_kernel(8, limit + 1) == cuda_layout.SLICES
