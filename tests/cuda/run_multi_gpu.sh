@@ -2,18 +2,25 @@
 # Tests and benchmarks the exchanges between the GPUs of one host, in one call.
 #   tests/cuda/run_multi_gpu.sh OUT_DIR [STAGE...]
 # Stages: topology, tests, bench, decode; default: all. Needs 2, 4 or 8 GPUs, nvcc, torch with
-# CUDA, pytest and hypothesis. Logs and JSON are in OUT_DIR.
+# CUDA, pytest, pytest-timeout and hypothesis. Logs and JSON are in OUT_DIR.
 #
 # Nothing here uses NVLink multicast: on shared hosts a program that fails while it does can take
 # GPUs out of service.
 set -u
+if [ $# -eq 0 ]; then
+  grep '^#  ' "$0" >&2
+  exit 2
+fi
 cd "$(dirname "$0")/../.." || exit 2
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
 stages=${*:-topology tests bench decode}
 python=${PYTHON:-python3}
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if ! gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>&1); then
+  echo "expected a Python with torch, pytest and the rest as PYTHON, got $python: ${gpus##*$'\n'}"
+  exit 2
+fi
 ranks=1
 while [ $((2 * ranks)) -le "$gpus" ] && [ $ranks -lt 8 ]; do ranks=$((2 * ranks)); done
 if [ $ranks -lt 2 ]; then
@@ -46,9 +53,10 @@ if wanted tests; then
   # Worlds of more ranks than GPUs are for one GPU; run_one_gpu.sh has them.
   fitting="not [16]"
   for size in 4 8; do [ $size -le $ranks ] || fitting="$fitting and not [$size]"; done
+  for size in 3 5 6; do [ $size -le "$gpus" ] || fitting="$fitting and not [N$size]"; done
   stage tests "${TEST_LIMIT:-400}" "$python" -m pytest -p no:cacheprovider -q --timeout 300 \
     --durations 6 -k "$fitting" tests/cuda/test_multi_gpu.py tests/cuda/test_exchange.py \
-    tests/cuda/test_collective_combine.py tests/cuda/test_faults.py
+    tests/cuda/test_world_sizes.py tests/cuda/test_collective_combine.py tests/cuda/test_faults.py
 fi
 if wanted bench; then
   stage bench 420 "$python" -m dcp_inductor bench --device cuda --ranks $ranks \

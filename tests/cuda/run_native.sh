@@ -3,6 +3,10 @@
 #   tests/cuda/run_native.sh OUT_DIR [quick|sweep|full]
 # Needs nvcc and a GPU, no torch. Ends with a short table; logs and JSON are in OUT_DIR.
 set -u
+if [ $# -eq 0 ]; then
+  grep '^#  ' "$0" >&2
+  exit 2
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 mode=${2:-full}
@@ -13,6 +17,10 @@ case $mode in
   *) cases=200 gathers=200 replays=100000 sanitized=4 ;;
 esac
 
+if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  echo 'expected a GPU, found none'
+  exit 2
+fi
 cd "$here/native" || exit 2
 start=$SECONDS
 if ! make -j"$(nproc)" BUILD="$build" >"$out/build.log" 2>&1; then
@@ -37,6 +45,7 @@ stage check_combine 120 "$build/check_combine" $cases
 stage check_gather 60 "$build/check_gather" $gathers
 stage bench 200 "$build/bench" "$out/bench.json" "$mode"
 stage stress 120 "$build/stress" $replays
+stage stress_gather 90 "$build/stress_gather" $replays
 if [ $sanitized -gt 0 ] && command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck synccheck; do
     for program in check_combine check_gather; do
@@ -46,7 +55,7 @@ if [ $sanitized -gt 0 ] && command -v compute-sanitizer >/dev/null; then
   done
 fi
 cat "$out"/*.log >"$out/all.log"
-cat "$out/stress.log"
+cat "$out/stress.log" "$out/stress_gather.log"
 grep -E "TB/s$|copy|empty|rows/rank" "$out/bench.log" |
   grep -E "copy|empty|T= *(1|8|16|64|256) |rows/rank" | cut -c1-230
 exit $status

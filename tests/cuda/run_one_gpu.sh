@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks the CUDA part in one call, on one GPU or more.
 #   tests/cuda/run_one_gpu.sh OUT_DIR [quick|sweep|full]
-# Needs nvcc, torch with CUDA, pytest and hypothesis. Logs and JSON are in OUT_DIR.
+# Needs nvcc, torch with CUDA, pytest, pytest-timeout and hypothesis. Logs and JSON are in OUT_DIR.
 set -u
+if [ $# -eq 0 ]; then
+  grep '^#  ' "$0" >&2
+  exit 2
+fi
 cd "$(dirname "$0")/../.." || exit 2
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 mode=${2:-full}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from torch._inductor import config as inductor_config
 from dcp_inductor import config, explain
 from dcp_inductor.backend import dcp_inductor
 from dcp_inductor.capability import Refusal
-from dcp_inductor.runtime import cuda_layout, cuda_registry
+from dcp_inductor.runtime import cuda_exchange, cuda_layout, cuda_registry
 from tests.cuda import worlds
 from tests.cuda.test_exchange import close, oracle
 from tests.cuda.test_replay import skew
@@ -54,7 +57,27 @@ class Skips(logging.Handler):
             self.seen.append(record.getMessage())
 
 
+@contextmanager
+def counted_merges() -> Iterator[list[str]]:
+    """Sites of the merges that the host begins; the replay of a graph begins none."""
+    sites: list[str] = []
+    merge = cuda_exchange.a2a_lse_reduce
+
+    def count(*args: Any) -> Any:
+        sites.append(args[-1])
+        return merge(*args)
+
+    cuda_exchange.a2a_lse_reduce = count
+    try:
+        yield sites
+    finally:
+        cuda_exchange.a2a_lse_reduce = merge
+
+
 def compiled(rank: int, size: int, mode: str | None, steps: int) -> dict[str, int]:
+    """As many steps to warm up as are counted behind them."""
+    if mode:  # so this mode's warm-up makes the memory
+        assert cuda_registry.memory_bytes(dist.group.WORLD) == 0
     torch._dynamo.reset()
     counters.clear()
     skips = Skips()
@@ -63,26 +86,41 @@ def compiled(rank: int, size: int, mode: str | None, steps: int) -> dict[str, in
     logging.getLogger("torch.__perf_hints").addHandler(skips)
     options = {"mode": mode} if mode else {}
     model = torch.compile(Merge(), backend=dcp_inductor, options=None, **options)
-    for i in range(steps):
-        tokens = (4, 1, 4, 2)[i % 4]
-        outputs = draw(i, size, tokens, 2 * size, 64, dtype=torch.bfloat16)
-        lses = draw(500 + i, size, tokens, 2 * size)
-        with torch.no_grad():
-            got = model(outputs[rank], lses[rank]).clone()
-        exact = oracle(outputs * 1.5, lses, "heads", None, rank)[0].relu()
-        close(got, exact, torch.bfloat16)
+    device = torch.device("cuda", torch.cuda.current_device())
+    with counted_merges() as calls:
+        for i in range(2 * steps):
+            tokens = (4, 1, 4, 2)[i % 4]
+            outputs = draw(i, size, tokens, 2 * size, 64, dtype=torch.bfloat16)
+            lses = draw(500 + i, size, tokens, 2 * size)
+            with torch.no_grad():
+                got = model(outputs[rank], lses[rank]).clone()
+            exact = oracle(outputs * 1.5, lses, "heads", None, rank)[0].relu()
+            close(got, exact, torch.bfloat16)
+            if i == steps - 1:
+                warm = epoch(device)
+                calls.clear()
+    # Every step exchanges on the device, whoever began it.
+    assert epoch(device) - warm == steps
     assert not skips.seen, skips.seen
     assert not fallbacks(), fallbacks()
     return dict(counters["dcp_inductor"]) | {
-        "cudagraph_skips": counters["inductor"]["cudagraph_skips"]
+        "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+        "host_calls": len(calls),
     }
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled_merge_runs_direct(mode: str | None) -> None:
-    for counts in worlds.run(2, compiled, mode, 12, limit_s=400):
+    steps = 12
+    with worlds.own_world(2) if mode else nullcontext(worlds.cuda_world(2)) as world:
+        found = world.run(compiled, mode, steps, limit_s=400)
+    for counts in found:
         assert counts["rewritten"] >= 1, counts
         assert counts["cudagraph_skips"] == 0, counts
+        if mode:
+            assert counts["host_calls"] < steps, counts  # graphs are replayed
+        else:
+            assert counts["host_calls"] == steps, counts
 
 
 def capacity(rank: int, size: int) -> None:

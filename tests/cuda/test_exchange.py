@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 import dcp_inductor
 from dcp_inductor import config, ops, reference
+from dcp_inductor.bench.variants import one_kernel_for_all
+from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPError
 from dcp_inductor.runtime import cuda_registry
 from tests.cuda import worlds
 from tests.cuda.worlds import TOKEN, draw
-from tests.support import fallbacks
+from tests.support import fallbacks, fresh_group
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(600)]
 SIZES = [2, 4, 8]
@@ -61,39 +63,69 @@ def combine_cases(rank: int, size: int) -> None:
         (96, 16, 512, torch.bfloat16, torch.float32, "heads", None, True, None),
     ]
     for i, case in enumerate(cases):
-        tokens, heads, dim, dtype, lse_dtype, scatter, splits, base_e, to = case
-        total = heads * size
-        outputs = draw(i, size, tokens, total, dim, dtype=dtype)
-        lses = with_empty_shards(4 * draw(50 + i, size, tokens, total)).to(lse_dtype)
-        outputs[(lses.float() == -torch.inf) | lses.isnan() | lses.isposinf()] = (
-            torch.nan
-        )
-        sizes = [heads] * size
-        if splits:
-            sizes[0], sizes[-1] = 0, 2 * heads
-        got, lse, _ = ops.a2a_lse_reduce(
-            outputs[rank], lses[rank], TOKEN, name, scatter=scatter,
-            split_sizes=sizes if splits else [], is_lse_base_on_e=base_e,
-            return_lse=True, output_dtype=to,
-        )  # fmt: skip
-        exact, exact_lse = oracle(
-            outputs, lses, scatter, sizes if splits else None, rank, base_e
-        )
-        close(got, exact, to or dtype)
-        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
-        full = ops.a2a_lse_reduce(
-            outputs[rank], lses[rank], TOKEN, name, scatter=scatter,
-            split_sizes=sizes if splits else [], is_lse_base_on_e=base_e,
-            return_lse=True, full_lse=True, output_dtype=to,
-        )[1]  # fmt: skip
-        whole = oracle(outputs, lses, "none", None, rank, base_e)[1]
-        torch.testing.assert_close(full.double(), whole, rtol=1e-5, atol=1e-4)
+        heads, splits = case[1], []
+        if case[6]:
+            splits = [0, *[heads] * (size - 2), 2 * heads]
+        check_combine(name, rank, size, i, case, heads * size, splits)
     assert not fallbacks(), fallbacks()
+
+
+def check_combine(name, rank, size, seed, case, total, splits):
+    """The merge of a case with ``total`` heads, its LSE, and the LSE of all of it."""
+    tokens, _, dim, dtype, lse_dtype, scatter, _, base_e, to = case
+    outputs = draw(seed, size, tokens, total, dim, dtype=dtype)
+    lses = with_empty_shards(4 * draw(50 + seed, size, tokens, total)).to(lse_dtype)
+    outputs[(lses.float() == -torch.inf) | lses.isnan() | lses.isposinf()] = torch.nan
+    got, lse, _ = ops.a2a_lse_reduce(
+        outputs[rank], lses[rank], TOKEN, name, scatter=scatter, split_sizes=splits,
+        is_lse_base_on_e=base_e, return_lse=True, output_dtype=to,
+    )  # fmt: skip
+    exact, exact_lse = oracle(outputs, lses, scatter, splits, rank, base_e)
+    close(got, exact, to or dtype)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+    full = ops.a2a_lse_reduce(
+        outputs[rank], lses[rank], TOKEN, name, scatter=scatter, split_sizes=splits,
+        is_lse_base_on_e=base_e, return_lse=True, full_lse=True, output_dtype=to,
+    )[1]  # fmt: skip
+    whole = oracle(outputs, lses, "none", None, rank, base_e)[1]
+    torch.testing.assert_close(full.double(), whole, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_combine_equals_the_oracle(size: int) -> None:
     worlds.run(size, combine_cases)
+
+
+def tiled_cases(rank: int, size: int) -> None:
+    """The kernel for more than the marked words serve; parts that differ by one."""
+    cases = [
+        (1, 2, 512, torch.bfloat16, torch.float32, "heads", "uneven", True, None),
+        (37, 3, 576, torch.bfloat16, torch.bfloat16, "heads", "uneven", False, None),
+        (5, 2, 72, torch.float16, torch.float16, "heads", None, True, None),
+        (2 * size + 1, 3, 64, torch.float32, torch.float64, "tokens", "uneven", True,
+         None),
+        (7, 2, 128, torch.bfloat16, torch.float32, "none", None, True, torch.float32),
+        (201, 5, 512, torch.bfloat16, torch.float32, "heads", "uneven", True, None),
+    ]  # fmt: skip
+    name = fresh_group(size).group_name
+    with one_kernel_for_all("tiled"):
+        for i, case in enumerate(cases):
+            uneven, of_tokens = bool(case[6]), case[5] == "tokens"
+            heads = case[1] * size + (uneven and not of_tokens)
+            each, more = divmod(case[0] if of_tokens else heads, size)
+            splits = [each] * (size - 1) + [each + more] if uneven else []
+            check_combine(name, rank, size, i, case, heads, splits)
+        captured(rank, size, 10, name)
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = cuda_registry.workspace_for(name, device)
+    assert not isinstance(workspace, Refusal)
+    assert {layout.kind for layout in workspace.arenas} == {"tiled", "slices"}
+    assert not fallbacks(), fallbacks()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, id="N3")])
+def test_the_tiled_combine_equals_the_oracle(size: int) -> None:
+    worlds.run(size, tiled_cases, limit_s=300)
 
 
 def layouts(rank: int, size: int) -> None:
@@ -290,9 +322,9 @@ def test_more_than_the_workspace_takes_the_collectives() -> None:
     worlds.run(2, beyond_capacity)
 
 
-def captured(rank: int, size: int, replays: int) -> None:
+def captured(rank: int, size: int, replays: int, name: str = "") -> None:
     """Graphs of two sizes with an odd number of calls, replayed with eager between."""
-    name = worlds.name()
+    name = name or worlds.name()
     heads, dim = 2 * size, 128
     inputs = {}
     graphs = {}

@@ -7,7 +7,8 @@ correctness across address spaces, useless for timing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,10 +23,23 @@ def cuda_world(size: int) -> World:
     """The shared CUDA world of ``size`` ranks; made anew after a test that broke it."""
     world = _worlds.get(size)
     if world is None or not all(process.is_alive() for process in world.processes):
-        world = _worlds[size] = World(
-            size, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-        )
-        world.run(start, limit_s=400)
+        world = _worlds[size] = _new(size)
+    return world
+
+
+@contextmanager
+def own_world(size: int) -> Iterator[World]:
+    """Ranks in processes that have exchanged nothing yet and end with the block."""
+    world = _new(size)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def _new(size: int) -> World:
+    world = World(size, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+    world.run(start, limit_s=400)
     return world
 
 

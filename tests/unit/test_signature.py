@@ -77,6 +77,7 @@ class Memory(GroupMemory):
 
     def __init__(self) -> None:
         self.group_name, self.rank, self.world_size = "g", 0, 2
+        self.num_ubatches = 1
         self.sites, self.workspaces = [""], []
         stored: dict[str, bytes] = {}
         self._store = SimpleNamespace(

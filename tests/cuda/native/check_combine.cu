@@ -42,11 +42,11 @@ std::string describe(const Case& c) {
   char text[256];
   std::snprintf(text, sizeof text,
                 "N=%d T=%d H=%d D=%d payload=%d lse=%d out=%d base_e=%d mask=%d scatter=%s "
-                "kernel=%d chunks=%u window=%u head_major=%d full=%d",
+                "kernel=%d chunks=%u batches=%d window=%u head_major=%d full=%d",
                 c.n, c.tokens, c.heads, c.dim, static_cast<int>(c.payload), static_cast<int>(c.lse),
                 static_cast<int>(c.output), c.base_e, c.masked, c.scatter.c_str(),
-                static_cast<int>(c.launch.kernel), c.launch.chunks_per_lane, c.window, c.head_major,
-                c.full_lse);
+                static_cast<int>(c.launch.kernel), c.launch.chunks_per_lane, c.launch.batches_lses,
+                c.window, c.head_major, c.full_lse);
   return text;
 }
 
@@ -279,12 +279,12 @@ Case random_case(std::mt19937_64& rng) {
     return *(values.begin() + rng() % values.size());
   };
   Case c;
-  c.n = pick({2, 2, 3, 4, 4, 8, 8, 16});
+  c.n = pick({2, 3, 4, 5, 6, 7, 8, 11, 16});
   const int per_rank = c.n >= 8 ? pick({1, 2}) : pick({1, 2, 5, 16});
   c.heads = c.n * per_rank;
   c.dim = pick({8, 64, 512, 512, 512, 576, 1024});
   c.tokens = pick({1, 1, 2, 3, 8, 17});
-  if (c.n == 16) c.tokens = std::min(c.tokens, 3);
+  if (c.n > 8) c.tokens = std::min(c.tokens, 3);
   const Dtype dtypes[3] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16};
   c.payload = dtypes[pick({0, 1, 2, 2})];
   c.output = rng() % 3 ? c.payload : dtypes[rng() % 3];
@@ -311,6 +311,7 @@ Case random_case(std::mt19937_64& rng) {
   c.launch.kernel = rng() % 3 == 0 ? CombineKernel::kTiled : CombineKernel::kLamport;
   c.launch.payload = c.payload;
   c.launch.chunks_per_lane = pick({0, 1, 2});
+  c.launch.batches_lses = rng() % 2;
   c.launch.warps_per_block = pick({0, 1, 2, 4, 8});
   c.launch.max_blocks = pick({0, 0, 2, 3, 7});
   c.launch.overlap_launch = rng() % 2;

@@ -174,7 +174,7 @@ int main(int argc, char** argv) {
   for (int i = 0; i < cases && failures < 20; ++i) {
     Case c;
     c.query = rng() % 2;
-    c.n = pick({2, 3, 4, 8, 16});
+    c.n = pick({2, 3, 4, 5, 6, 7, 8, 11, 16});
     c.heads = c.query ? pick({1, 2, 4, 16}) : 1;
     c.row_bytes = pick({16, 576, 1152, 1152, 2304});
     c.tokens = c.query ? pick({1, 2, 7, 33}) : pick({1, 5, 64, 700});

@@ -7,10 +7,7 @@
 
 #include <cuda_bf16.h>
 
-#include <chrono>
-#include <random>
-
-#include "virtual_ranks.cuh"
+#include "stress_run.cuh"
 
 using namespace dcp;
 using namespace dcp::virtual_ranks;
@@ -18,15 +15,6 @@ using namespace dcp::virtual_ranks;
 namespace {
 
 constexpr int kHeadDim = 512;
-
-__host__ __device__ inline uint32_t mix(uint32_t a, uint32_t b) {
-  uint32_t x = a * 0x9E3779B9u ^ (b + 0x7F4A7C15u);
-  x ^= x >> 16;
-  x *= 0x21F0AAADu;
-  x ^= x >> 15;
-  x *= 0x735A2D97u;
-  return x ^ x >> 15;
-}
 
 // LSE of a row: one in eight is empty (as -inf, NaN or +inf).
 __device__ float lse_value(uint32_t call, uint32_t source, uint32_t row) {
@@ -43,13 +31,6 @@ __device__ uint16_t payload_value(uint32_t call, uint32_t source, uint32_t row, 
   if ((h & 63u) == 1) return 1u + (h >> 28);                  // denormal
   return static_cast<uint16_t>(h >> 16 & 0x80FFu) | 0x3F00u;  // +-[0.5, 1)... (1, 2)
 }
-
-struct RankState {
-  uint32_t call;  // number of the next call, advanced on the device
-  uint32_t pad;
-  unsigned long long errors;
-  uint32_t first_error[6];
-};
 
 __global__ void generate(RankState* state, uint32_t ahead, uint32_t rank, uint32_t rows,
                          uint4* partial, float* lse) {
@@ -120,8 +101,6 @@ __global__ void verify(RankState* state, uint32_t ahead, uint32_t rank, uint32_t
   }
 }
 
-__global__ void next_calls(RankState* state, uint32_t count) { state->call += count; }
-
 struct Config {
   const char* name;
   int n;
@@ -132,14 +111,8 @@ struct Config {
   int replays;
   uint32_t max_delay_ns;
   Variant variant;
-  int chain = 1;  // launches in a row, which then overlap
-};
-
-struct Outcome {
-  bool faulted;
-  unsigned long long errors;
-  long long calls;
-  double seconds;
+  int chain = 1;         // launches in a row, which then overlap
+  bool batched = false;  // as with many units: one warp of a block stores the LSEs of all
 };
 
 class Run {
@@ -150,8 +123,7 @@ class Run {
         world_(c_.n, layout_.sections) {
     const size_t rows = this->rows() * c_.chain;
     for (int r = 0; r < c_.n; ++r) {
-      CUDA_CHECK(cudaMalloc(&state_[r], sizeof(RankState)));
-      CUDA_CHECK(cudaMemset(state_[r], 0, sizeof(RankState)));
+      state_[r] = new_state();
       CUDA_CHECK(cudaMalloc(&partial_[r], rows * kHeadDim * 2));
       CUDA_CHECK(cudaMalloc(&lse_[r], rows * 4));
       CUDA_CHECK(cudaMalloc(&output_[r], rows / c_.n * kHeadDim * 2));
@@ -169,47 +141,26 @@ class Run {
   }
 
   Outcome go() {
-    std::vector<std::vector<cudaGraphExec_t>> graphs(c_.tokens.size());
-    for (size_t i = 0; i < c_.tokens.size(); ++i) {
-      for (int r = 0; r < c_.n; ++r) graphs[i].push_back(capture(r, c_.tokens[i]));
+    const bool correct = c_.variant == Variant::kCorrect;
+    Outcome outcome = replay(
+        world_, state_, {c_.tokens.size(), c_.calls_per_graph, c_.chain, c_.replays, correct},
+        [this](int r, size_t kind, int step) { enqueue(r, c_.tokens[kind], step & 1); });
+    for (int r = 0; r < c_.n && correct; ++r) {
+      const RankState& s = outcome.states[r];
+      if (s.errors == 0) continue;
+      std::printf("  rank %d: %llu errors, first: call %u row %u dim %u got %g want %g\n", r,
+                  s.errors, s.first_error[0], s.first_error[1], s.first_error[2],
+                  *reinterpret_cast<const float*>(&s.first_error[3]),
+                  *reinterpret_cast<const float*>(&s.first_error[4]));
     }
-    const auto start = std::chrono::steady_clock::now();
-    std::mt19937_64 rng(5);
-    long long calls = 0;
-    for (int i = 0; i < c_.replays; ++i) {
-      const size_t which = rng() % c_.tokens.size();
-      const bool eager = rng() % 16 == 0;
-      for (int r = 0; r < c_.n; ++r) {
-        if (eager) {
-          enqueue(r, c_.tokens[which], 0);
-        } else {
-          CUDA_CHECK(cudaGraphLaunch(graphs[which][r], world_.stream[r]));
-        }
-      }
-      calls += (eager ? 1 : c_.calls_per_graph) * c_.chain;
-      if (i % 256 == 255) {  // bounds the queue, keeps the drift
-        CUDA_CHECK(cudaStreamSynchronize(world_.stream[rng() % c_.n]));
-        if (world_.any_fault(false)) break;
-      }
+    if (outcome.faulted || outcome.errors > 0) return outcome;
+    if (!world_.guards_intact()) {
+      std::printf("  bytes beside the sections have changed\n");
+      outcome.errors = 1;
     }
-    CUDA_CHECK(cudaDeviceSynchronize());
-    Outcome outcome{
-        world_.any_fault(c_.variant == Variant::kCorrect), 0, calls,
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count()};
-    for (int r = 0; r < c_.n; ++r) {
-      RankState s;
-      CUDA_CHECK(cudaMemcpy(&s, state_[r], sizeof s, cudaMemcpyDeviceToHost));
-      outcome.errors += s.errors;
-      if (s.errors && c_.variant == Variant::kCorrect) {
-        std::printf("  rank %d: %llu errors, first: call %u row %u dim %u got %g want %g\n", r,
-                    s.errors, s.first_error[0], s.first_error[1], s.first_error[2],
-                    *reinterpret_cast<float*>(&s.first_error[3]),
-                    *reinterpret_cast<float*>(&s.first_error[4]));
-      }
-    }
-    if (!outcome.faulted && outcome.errors == 0 && !world_.guards_intact()) outcome.errors = 1;
-    for (auto& row : graphs) {
-      for (cudaGraphExec_t graph : row) cudaGraphExecDestroy(graph);
+    if (correct && !all_armed()) {
+      std::printf("  words are left that are not armed\n");
+      outcome.errors = 1;
     }
     return outcome;
   }
@@ -219,6 +170,15 @@ class Run {
     int most = 0;
     for (int t : c_.tokens) most = t > most ? t : most;
     return most;
+  }
+
+  // Whether every marked word and LSE word of both slots says again "not arrived": who reads a
+  // word re-arms it, and what nobody reads was never sent.
+  bool all_armed() const {
+    const CombineParams& p = layout_.lamport;
+    const uint64_t regions = static_cast<uint64_t>(kNumSlots) * c_.n;
+    return world_.all_bytes(p.data_offset, regions * p.data_capacity, 0xFF) &&
+           world_.all_bytes(p.lse_offset, regions * p.lse_capacity * 8, 0xFF);
   }
 
   // Most rows of a rank's partial output.
@@ -249,6 +209,8 @@ class Run {
     launch.kernel = tokens >= c_.tiled_from ? CombineKernel::kTiled : CombineKernel::kLamport;
     launch.share = 2 * c_.n;  // room for the other kernels of the test
     launch.invite_next = true;
+    launch.batches_lses = c_.batched;
+    if (c_.batched && c_.n <= 4) launch.chunks_per_lane = 2;
     CombineParams p = launch.kernel == CombineKernel::kTiled ? layout_.tiled : layout_.lamport;
     p.channel = world_.channel(r, Op::kA2aLseReduce, 0x1000u + tokens,
                                c_.variant == Variant::kCorrect ? 20.0 : 0.2);
@@ -271,17 +233,6 @@ class Run {
     p.window = 1;
     plan_combine(p, launch);
     CUDA_CHECK(launch_a2a_lse_reduce(p, launch, world_.stream[r]));
-  }
-
-  cudaGraphExec_t capture(int r, int tokens) {
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CUDA_CHECK(cudaStreamBeginCapture(world_.stream[r], cudaStreamCaptureModeThreadLocal));
-    for (int k = 0; k < c_.calls_per_graph; ++k) enqueue(r, tokens, k & 1);
-    CUDA_CHECK(cudaStreamEndCapture(world_.stream[r], &graph));
-    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-    CUDA_CHECK(cudaGraphDestroy(graph));
-    return exec;
   }
 
   Config c_;
@@ -307,6 +258,9 @@ int main(int argc, char** argv) {
       {"N=8 T=8,32 tiled", 8, {8, 32}, 1, 32, 3, scale / 8, 3000, kCorrect},
       {"N=2 T=1,3 in a row", 2, {1, 3}, 99, 16, 3, scale / 2, 3000, kCorrect, 3},
       {"N=4 T=1,5,24 in a row", 4, {1, 5, 24}, 5, 16, 3, scale / 4, 3000, kCorrect, 2},
+      {"N=2 T=1,3 batched LSEs", 2, {1, 3}, 99, 16, 3, scale / 2, 3000, kCorrect, 1, true},
+      {"N=4 T=1,5 batched in a row", 4, {1, 5}, 99, 16, 3, scale / 4, 3000, kCorrect, 2, true},
+      {"N=8 T=1,4 batched LSEs", 8, {1, 4}, 99, 32, 3, scale / 4, 3000, kCorrect, 1, true},
       {"control: one slot", 4, {1, 3}, 99, 16, 3, scale, 40000, Variant::kOneSlot},
       {"control: one slot, tiled", 4, {8}, 1, 16, 3, scale, 40000, Variant::kOneSlot},
       {"control: host parity", 4, {1, 3}, 99, 16, 3, scale, 40000, Variant::kHostParity},
@@ -316,13 +270,7 @@ int main(int argc, char** argv) {
   int failures = 0;
   for (const Config& config : configs) {
     const Outcome o = Run(config).go();
-    const bool bad = o.faulted || o.errors > 0;
-    const bool expected_bad = config.variant != kCorrect;
-    if (bad != expected_bad) ++failures;
-    std::printf("%-28s calls=%lld %.1fs %s%s\n", config.name, o.calls, o.seconds,
-                bad ? (o.faulted ? "fault" : "wrong data") : "clean",
-                bad == expected_bad ? "" : "   <-- FAILED");
-    std::fflush(stdout);
+    if (!report(config.name, o, config.variant == kCorrect)) ++failures;
   }
   std::printf("stress: %s\n", failures ? "FAILED" : "ok");
   return failures ? 1 : 0;

@@ -131,6 +131,19 @@ class World {
     return true;
   }
 
+  // Whether on all ranks these bytes, `offset` counted from the header, have this value.
+  bool all_bytes(uint64_t offset, uint64_t bytes, unsigned char value) const {
+    std::vector<unsigned char> host(bytes);
+    for (int r = 0; r < size; ++r) {
+      CUDA_CHECK(
+          cudaMemcpy(host.data(), base[r] + kHeaderOffset + offset, bytes, cudaMemcpyDeviceToHost));
+      for (unsigned char b : host) {
+        if (b != value) return false;
+      }
+    }
+    return true;
+  }
+
   bool any_fault(bool print = true) const {
     bool any = false;
     for (int r = 0; r < size; ++r) {
