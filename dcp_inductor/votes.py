@@ -133,7 +133,7 @@ def reconsider() -> None:
     for group, own in list(_own.items()):
         for site, vote in list(own.items()):
             match = _OF_ROWS.search(site)
-            allowed = match and int(match["rows"]) <= config.max_tokens
+            allowed = match and 0 < int(match["rows"]) <= config.max_tokens
             if allowed and vote not in (ACCEPTED, _EITHER):
                 _post(group, site, ACCEPTED)
 

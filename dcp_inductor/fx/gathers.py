@@ -102,10 +102,14 @@ def prove_gather(
     value = tensor_val(source)
     if value is None or not region.collectives:
         return Refuted("no_exchange", "the tensor meets no collective of the group")
-    beyond = largest_threshold(region.nodes)
+    beyond = largest_threshold(region.nodes, region.nodes)
     draws = [Draw(0), Draw(1), Draw(2, wild=True), Draw(3, wild=True, finite=False)]
+    if beyond == math.inf:
+        return Refuted(
+            "layout", "places depend on positions by a curve, which no trial can follow"
+        )
     if beyond is not None:
-        draws.append(Draw(4, wild=True, beyond=max(beyond, _SIZES[-1])))
+        draws.append(Draw(4, wild=True, beyond=max(int(beyond), _SIZES[-1])))
     trials = []
     for draw in draws:
         trial = _trial(region, source, value, world_size, rank, draw)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dcp_inductor.fx.proof import Refuted
-from dcp_inductor.fx.trial import ORDINARY, SKEW, Trial
+from dcp_inductor.fx.trial import ORDINARY, SKEW, UNDEFINED, Trial
 
 
 class Judge:
@@ -44,6 +44,10 @@ class Judge:
                 # Beside such a number sums are lost, and weights with them; but code
                 # that takes it for an empty shard gives zero.
                 same |= value != 0
+            if trial.empty in UNDEFINED:
+                # Where all weights come out as zero, NaN that the graph makes zero, or
+                # the infinity itself as the merged LSE.
+                same |= (value == 0) | value.isinf()
             if bool((known & ~same).any()):
                 if trial.far:
                     return Refuted(

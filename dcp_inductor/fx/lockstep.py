@@ -95,7 +95,7 @@ class Lockstep:
         self.symbols = symbols
         self._exact = exact
         self._reading = reading
-        self._constants = _constants(region)
+        self._constants = constant_nodes(region)
         self._values: list[dict[Node, Any]] = [
             {node: self._leaf(values[r]) for node, values in leaves.items()}
             for r in range(world_size)
@@ -313,7 +313,8 @@ def constant_of(node: Node) -> Tensor:
     return value.detach().cpu()
 
 
-def _constants(region: Sequence[Node]) -> set[Node]:
+def constant_nodes(region: Sequence[Node]) -> set[Node]:
+    """Nodes of the region that no leaf has a part in."""
     found: set[Node] = set()
     for node in region:
         made = node.op == "get_attr" or (

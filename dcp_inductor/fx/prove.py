@@ -35,6 +35,7 @@ from dcp_inductor.fx.nodes import (
 )
 from dcp_inductor.fx.proof import Exit, Proof, Refuted
 from dcp_inductor.fx.region import Cut, Region
+from dcp_inductor.fx.tested import tested
 from dcp_inductor.fx.thresholds import largest_threshold
 from dcp_inductor.fx.trial import (
     FAR,
@@ -199,9 +200,24 @@ class _Prover:
             trials.append(Trial(13, True, empty="marked"))
         if self.exact:
             trials += [Trial(11, True, skewed=True, far=far) for far in FAR]
-        beyond = largest_threshold(self.region.nodes)
+        needed = self._made_of([found.node for found in exits])
+        asked = tested(needed)
+        if hypothesis.kind == "lse":
+            if asked.numbers:
+                trials.append(Trial(16, self.exact, numbers=asked.numbers))
+            if asked.nan:
+                trials.append(Trial(17, self.exact, empty="nan_lse"))
+            if asked.infinity:
+                trials.append(Trial(18, self.exact, empty="inf_lse"))
+        beyond = largest_threshold(self.region.nodes, needed)
         if beyond is not None:
-            trials.append(Trial(12, self.exact, beyond=max(beyond, _PRIMES[-1])))
+            if beyond == math.inf:
+                return Refuted(
+                    "not_equivalent",
+                    "values depend on positions by a curve, which no trial can follow",
+                )
+            most = max(int(beyond), _PRIMES[-1])
+            trials.append(Trial(12, self.exact, beyond=most))
         # A merge that one rank's part shows and another's does not (a mask of the last
         # heads, a rounding at the limit) would be rewritten by some ranks only. Where
         # all ranks hold the whole, one look at the peers will do.
@@ -221,6 +237,14 @@ class _Prover:
                     self.failed = found.node
                     return on_trial(refuted, hypothesis, trial)
         return None
+
+    def _made_of(self, ends: Sequence[Node]) -> list[Node]:
+        """The nodes of the region that the ends depend on, in order."""
+        needed = set(ends)
+        for node in reversed(self.region.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        return [node for node in self.region.nodes if node in needed]
 
     def _check(
         self, found: Exit, run: Lockstep, whole: Tensor, trial: Trial

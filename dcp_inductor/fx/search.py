@@ -172,7 +172,9 @@ def _merge_from(
                 missed.telling = (_INFORMATIVE.index("foreign_rank"),)
                 return missed, trials
     refuted, cut, region = max(failed, key=_telling)
-    reject = Reject(refuted.code, refuted.reason + _parted(region))
+    # No rows are a number of rows: refused for this one, on all ranks or on none.
+    rows = "0" if refuted.code == "no_tokens" else ""
+    reject = Reject(refuted.code, refuted.reason + _parted(region), rows)
     missed = _candidate(None, reject, cut, region, group, start)
     missed.telling = _telling((refuted, cut, region))
     # What a rank's data refute first differs from rank to rank; the widest region is

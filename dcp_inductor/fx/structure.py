@@ -11,11 +11,12 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.fx.collectives import as_collective, is_wait
-from dcp_inductor.fx.lockstep import constant_of
-from dcp_inductor.fx.nodes import is_number, is_view_like, tensor_val
+from dcp_inductor.fx.lockstep import Lockstep, Unsupported, constant_of
+from dcp_inductor.fx.nodes import Symbols, is_number, is_view_like, tensor_val
 from dcp_inductor.fx.region import Region, is_constant_name
 
 _aten = torch.ops.aten
@@ -46,6 +47,8 @@ _CARRIERS = _MOVERS | {
     _aten.alias.default,
 }
 _MAX_CONSTANT = 4096  # elements looked at; a frozen weight has more
+_MAX_FOLDED = 64  # nodes of constants behind one
+_MARK = 1e4
 _FILLS = {_aten.full.default, _aten.scalar_tensor.default}
 
 
@@ -140,7 +143,7 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
 
 def _numbers(node: Node) -> list[str]:
     """Numbers that the op computes with; other integers are dims, sizes and places."""
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    pointwise = _is_pointwise(node)
     return [
         repr(float(value))
         for value in (*node.args, *node.kwargs.values())
@@ -150,32 +153,83 @@ def _numbers(node: Node) -> list[str]:
 
 
 def _constants(node: Node, variable: set[Node]) -> list[str]:
-    """Values of the inputs that are one number, in whatever shape."""
+    """Values of the inputs that no leaf has a part in, in whatever shape."""
     found = []
     for source in node.all_input_nodes:
-        while (
-            source not in variable
-            and source.all_input_nodes
-            and (source.target in _CARRIERS or is_view_like(source))
-        ):
-            source = source.all_input_nodes[0]
         value = tensor_val(source)
         if source in variable or value is None:
             continue
+        computes = value.is_floating_point() or _is_pointwise(node)
+        held = folded(source) if computes else None
+        if held is not None:
+            found += _values(held)
+            continue
+        while source.all_input_nodes and (
+            source.target in _CARRIERS or is_view_like(source)
+        ):
+            source = source.all_input_nodes[0]
+            if source in variable:
+                break
         if source.target in _FILLS:
             found += [
                 repr(float(v)) for v in source.args if isinstance(v, (int, float))
             ]
-        elif (
-            source.op == "get_attr"
-            and is_constant_name(source)
-            and value.numel() <= _MAX_CONSTANT
-        ):
-            held = constant_of(source)
-            # One that differs within picks a place, the rank's own mostly.
-            if held.is_floating_point() and held.unique().numel() == 1:
-                found.append(repr(float(held.flatten()[0])))
     return found
+
+
+def _values(held: Tensor) -> list[str]:
+    """What tells numbers of one rank from another's; none where they only mark places,
+    the rank's own mostly: zeros, ones, and what is as good as infinite.
+    """
+    values = held.double().flatten()
+    marks = (values == 0) | (values == 1) | ~(values.abs() < _MARK)
+    if bool(marks.all()):
+        return []
+    if not bool((values != values[0]).any()):
+        return [repr(float(values[0]))]  # in whatever shape
+    return [hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]]
+
+
+def folded(node: Node) -> Tensor | None:
+    """The value of a node that depends on constants alone, or None: it has an input, a
+    symbolic size, or too many elements.
+    """
+    needed: dict[Node, None] = {}
+    stack = [node]
+    while stack:
+        each = stack.pop()
+        value = tensor_val(each)
+        small = value is not None and not any(
+            isinstance(size, torch.SymInt) for size in value.shape
+        )
+        named = each.op == "call_function" or (
+            each.op == "get_attr" and is_constant_name(each)
+        )
+        if (
+            not named
+            or not small
+            or value.numel() > _MAX_CONSTANT
+            or as_collective(each) is not None
+            or len(needed) > _MAX_FOLDED
+        ):
+            return None
+        if each not in needed:
+            needed[each] = None
+            stack += each.all_input_nodes
+    order = [each for each in node.graph.nodes if each in needed]
+    run = Lockstep(
+        order, {}, world_size=1, rank=0, symbols=Symbols(), exact=False,
+        reading="absolute",
+    )  # fmt: skip
+    try:
+        result = run.run()[node]
+    except (Unsupported, ValueError):
+        return None
+    return result if isinstance(result, Tensor) else None
+
+
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 class Memo:

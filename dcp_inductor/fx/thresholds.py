@@ -7,6 +7,7 @@ on: 32, say. Such a number stands in the graph, and a trial beyond it shows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dcp_inductor.fx.lockstep import constant_nodes
 from dcp_inductor.fx.nodes import argument, expression, is_number, tensor_val
 
 _aten = torch.ops.aten
@@ -50,16 +52,41 @@ _POSITION_OPS = {
     _aten.tril_indices.default,
     _aten.triu_indices.default,
 }
+_SHIFTS = {
+    _aten.bitwise_left_shift.Tensor_Scalar,
+    _aten.bitwise_right_shift.Tensor_Scalar,
+    _aten.__lshift__.Scalar,
+    _aten.__rshift__.Scalar,
+}
+# Ops by which a limit on the result says little of the one on the position.
+_CURVES = [
+    [name]
+    for name in (
+        "log", "log2", "log10", "log1p", "exp", "exp2", "expm1", "sqrt", "rsqrt", "pow",
+        "sin", "cos", "tan", "tanh", "sigmoid", "reciprocal", "erf", "atan", "asinh",
+    )
+]  # fmt: skip
+# From where on an integer of the type is no longer itself.
+_LIMITS: dict[torch.dtype, list[float]] = {
+    torch.int8: [128.0],
+    torch.uint8: [256.0],
+    torch.int16: [32768.0],
+}
 _STEPS = (sympy.Max, sympy.Min, sympy.Piecewise, sympy.floor, sympy.ceiling)
 _NO_END = 1 << 31
 # Constants of so many elements are tables, and not limits.
 _MAX_CONSTANTS = 64
 
 
-def largest_threshold(nodes: Sequence[Node]) -> int | None:
+def largest_threshold(nodes: Sequence[Node], needed: Sequence[Node]) -> float | None:
     """The largest number in the region that a size or a position may be held against.
 
-    None where no value depends on a symbolic size.
+    None where no value depends on a symbolic size; infinity where a position goes
+    through a curve, so that a small number may stand for a far one.
+
+    Args:
+        nodes: of the region.
+        needed: those that the results of interest are made of.
     """
     found: list[float] = []
     depends = False
@@ -85,7 +112,49 @@ def largest_threshold(nodes: Sequence[Node]) -> int | None:
         return None
     for node in nodes:
         found += _constants(node)
-    return int(max((abs(n) for n in found if abs(n) < _NO_END), default=0))
+    positions = _positions(needed)
+    if any(map(_bends, positions)):
+        return math.inf
+    found += _combined(positions)
+    return max((abs(n) for n in found if abs(n) < _NO_END), default=0.0)
+
+
+def _positions(nodes: Sequence[Node]) -> list[Node]:
+    """Nodes that are made of positions alone, along a symbolic size."""
+    constants = constant_nodes(nodes)
+    found: dict[Node, None] = {}
+    for node in nodes:
+        if node not in constants or node.op != "call_function":
+            continue
+        along = any(e.free_symbols for e in _symbolic_arguments(node))
+        starts = node.target in _POSITION_OPS and (along or _has_symbolic_size(node))
+        if starts or any(source in found for source in node.all_input_nodes):
+            found[node] = None
+    return list(found)
+
+
+def _bends(node: Node) -> bool:
+    """Whether a position comes out as no multiple of itself; also in a float of few
+    digits, which a trial in float64 does not show.
+    """
+    value = tensor_val(node)
+    rounds = value is not None and value.dtype in (torch.bfloat16, torch.float16)
+    return rounds or str(node.target).split(".")[1:2] in _CURVES
+
+
+def _combined(positions: Sequence[Node]) -> list[float]:
+    """Where steps by two numbers in a row (``arange // 16 < 8``), a shift or a narrow
+    integer may have their limit.
+    """
+    numbers = {abs(n) for node in positions for n in _constants(node) if n}
+    found = [a * b for a in numbers for b in numbers]
+    found += [a / b for a in numbers for b in numbers]
+    for node in positions:
+        if node.target in _SHIFTS:
+            found += [2.0 ** abs(n) for n in _constants(node) if abs(n) < 31]
+        value = tensor_val(node)
+        found += [] if value is None else _LIMITS.get(value.dtype, [])
+    return found
 
 
 def _symbolic_arguments(node: Node) -> Iterator[sympy.Expr]:

@@ -24,6 +24,8 @@ EXACT_SKEW = 500.0
 FAR = (1e4, 1e9)
 # A finite number that code takes for an empty shard.
 MARK = -1e30
+# What an LSE may be where attention has seen no key; a merge of ours takes it for that.
+UNDEFINED = {"nan_lse": math.nan, "inf_lse": math.inf}
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,10 @@ class Trial:
     exact: bool
     skewed: bool = False
     scale: float = 1.0  # of the partial outputs
-    # "zero" or "nan": payload of empty shards; "marked": rows of MARK on all ranks.
+    # "zero" or "nan": payload of empty shards; "marked": rows of MARK on all ranks;
+    # "nan_lse" or "inf_lse": what stands for -inf in empty shards.
     empty: str = ""
+    numbers: tuple[float, ...] = ()  # which some rows hold, and the code compares with
     far: float = 0.0  # distance of all LSEs of a row from zero, instead of the skew
     # "some" or "all": rows with the numbers that code tests for and that no draw hits.
     special: str = ""
@@ -87,6 +91,8 @@ class Data:
             if trial.empty == "marked":
                 level = level.masked_fill(empty[:1], MARK)
                 empty = torch.zeros_like(empty)
+            elif trial.empty in UNDEFINED:
+                level = level.masked_fill(empty, UNDEFINED[trial.empty])
             else:
                 level = level.masked_fill(empty, -math.inf)
                 payload = 0.0 if trial.empty == "zero" else math.nan
@@ -107,6 +113,13 @@ class Data:
                 output, level, weight, feature, whole, generator
             )
         statistics = hypothesis.statistics(level, weight)
+        if trial.numbers:
+            statistics = [_holding(s, trial.numbers, generator) for s in statistics]
+            moved = output.movedim(feature + 1, -1)
+            held = _holding(moved[..., :1], trial.numbers, generator)
+            output = torch.where(
+                held == moved[..., :1], moved, held.expand_as(moved)
+            ).movedim(-1, feature + 1)
 
         self.leaves: dict[Node, list[Tensor]] = {}
         self._output = self._add(cut.partial_output, output, shape)
@@ -148,6 +161,7 @@ class Data:
         """The merge of the data under a hypothesis."""
         output = self._output
         level, total = hypothesis.meaning(self._statistics)
+        level = torch.where(level < math.inf, level, -math.inf)
         if total is not None:
             output = output / total.unsqueeze(self._feature + 1)
         lse = torch.logsumexp(level, 0)
@@ -196,6 +210,17 @@ def _special(
     last = torch.where(some(0.2, level[:1]).unsqueeze(-1), last[:1], last)
     last = last.masked_fill(some(0.3, level).unsqueeze(-1), 0.0)
     return last.movedim(-1, feature + 1), level, weight
+
+
+def _holding(
+    value: Tensor, numbers: Sequence[float], generator: torch.Generator
+) -> Tensor:
+    """Some of the values replaced by one of the numbers each."""
+    choices = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    draw = torch.rand(value.shape, generator=generator, device="cpu")
+    which = (draw * 2 * len(numbers)).long()  # half of them stay
+    replaced = which < len(numbers)
+    return torch.where(replaced, choices[which.clamp(max=len(numbers) - 1)], value)
 
 
 def _decades(

@@ -59,6 +59,15 @@ def contrast(rank: int, own: bytes, peer: int, other: bytes) -> str:
         "Every rank must make the same sequence of exchanges with equal shapes, dtypes "
         "and options"
     )
+    if differing == ["options"]:
+        scatters = [_scatter(packed) for packed in (own, other)]
+        if scatters[0] != scatters[1]:
+            said += (
+                ". They differ in scatter: of a static size, a slice of the merge that "
+                "is one rank's share is taken for that share there, and for a slice of "
+                "the whole elsewhere. Mark the dim dynamic (torch._dynamo.mark_dynamic)"
+                " or set direct_combine to 'disable'"
+            )
     if not {*differing} <= {"route", "site"}:
         return said
     if "route" in differing:
@@ -86,6 +95,11 @@ def contrast(rank: int, own: bytes, peer: int, other: bytes) -> str:
             "(torch._dynamo.mark_dynamic) and versions"
         )
     return said
+
+
+def _scatter(packed: bytes) -> str:
+    options = _fields(packed)[_FIELDS.index("options")].split()
+    return next((word for word in options if word.startswith("scatter=")), "")
 
 
 def _fields(packed: bytes) -> list[str]:

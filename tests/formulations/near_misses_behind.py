@@ -81,7 +81,22 @@ _LIMITS = {
     "at least": lambda x, t: x * (max(t, 30) / 30),
     "tail": lambda x, t: torch.cat([x[:40], torch.zeros_like(x[40:])]),
 }
-_BEYOND = {"other_tokens": (64, 200)}
+# Limits that stand in the graph as two numbers, in a type, or behind a curve.
+_POSITIONS = {
+    "blocks": lambda t: torch.arange(t) // 16 < 8,
+    "shift": lambda t: torch.arange(t) >> 6 == 0,
+    "scaled": lambda t: torch.arange(t) / 64 < 2,
+    "falling": lambda t: 1 - 0.008 * torch.arange(t) > 0,
+    "8 bits": lambda t: torch.arange(t).to(torch.int8) >= 0,
+    "few digits": lambda t: torch.arange(t).bfloat16().long() == torch.arange(t),
+    "logarithm": lambda t: torch.log2(torch.arange(t) + 1.0) < 7,
+    "root": lambda t: torch.arange(t).float().sqrt() < 11.5,
+}
+_LIMITS |= {
+    name: lambda x, t, keep=keep: x * keep(t)[:, None]
+    for name, keep in _POSITIONS.items()
+}
+_BEYOND = {"other_tokens": (64, 300)}
 
 
 def _limited_gather(ctx, x: Tensor, limit) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from . import family_a, family_c
 from . import spelling as sp
 from .cases import case
+from .inputs import INPUTS, Input
 from .near_misses import MISS, SAME, miss, weighted
 
 
@@ -152,6 +153,57 @@ for _name, _mask in _MASKS.items():
         f"NM-57 {_name}", "NM", result=None,
         note="rows taken for empty by numbers that no draw hits", **SAME,
     )(lambda ctx, o, l, mask=_mask: _marked_behind(ctx, o, l, mask))  # fmt: skip
+
+
+# Numbers of the graph's own that it tests for, and values that are no number.
+
+
+def _holds(number: float, on_all: bool):
+    """LSEs of ``number`` in the first row, of one rank or of all."""
+
+    def inputs(p, r):
+        o, l = INPUTS["ol"](p, r)
+        lse = l.tensor.clone()
+        if on_all or r == 0:
+            lse[0] = number
+        return [o, Input(lse)]
+
+    return inputs
+
+
+def _cleaned(ctx, o, l, clean):
+    w = torch.softmax(clean(sp.stack_view(ctx, l)), 0)
+    return weighted(ctx, o, torch.nan_to_num(w)[ctx.rank])
+
+
+for _number in (1000.0, -10000.0, 0.5, 65504.0):
+    for _on_all in (False, True):
+        case(
+            f"NM-58 {_number:g} {'on all' if _on_all else 'on one'}", "NM",
+            _holds(_number, _on_all), result=None,
+            note="a number of the graph's own taken for an empty shard", **SAME,
+        )(
+            lambda ctx, o, l, x=_number: _cleaned(
+                ctx, o, l, lambda L: L.masked_fill(L == x, -torch.inf)
+            )
+        )  # fmt: skip
+
+_UNDEFINED = {
+    "NaN as zero": (torch.nan, lambda L: L.nan_to_num(nan=0.0, neginf=-torch.inf)),
+    "infinity as 50": (
+        torch.inf,
+        lambda L: L.nan_to_num(nan=-torch.inf, posinf=50.0, neginf=-torch.inf),
+    ),
+    "NaN on any rank": (
+        torch.nan,
+        lambda L: torch.where(L.isnan().any(0), torch.zeros_like(L), L),
+    ),
+}
+for _name, (_number, _clean) in _UNDEFINED.items():
+    case(
+        f"NM-59 {_name}", "NM", _holds(_number, False), result=None,
+        note="an LSE that is no number means something else", **SAME,
+    )(lambda ctx, o, l, f=_clean: _cleaned(ctx, o, l, f))  # fmt: skip
 
 
 @case("NM-57 weight", "NM", result=None, note="no weight where the LSE is 0", **SAME)

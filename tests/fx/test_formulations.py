@@ -111,6 +111,20 @@ def test_tokens_sent_by_a_share_that_changes_with_their_count_are_refused() -> N
     assert (verdict.outcome, verdict.refusals) == ("refused", ["layout"])
 
 
+UNSEEN = [
+    case.id for case in REGISTRY if case.id.startswith(("NM-51", "NM-58", "NM-59"))
+]
+
+
+@pytest.mark.parametrize("name", [name.replace(" ", "_") for name in UNSEEN])
+def test_what_ordinary_data_does_not_show_is_no_merge(name: str) -> None:
+    """Limits beyond the traced tokens, and numbers that no draw hits."""
+    case = REGISTRY[name.replace("_", " ")]
+    form = DYNAMIC if case.other_tokens else STATIC
+    verdict = judging.judge(case, 2, form=form, dtype=torch.float32)
+    assert verdict.ok, str(verdict)
+
+
 def test_lanes_that_look_like_heads_are_left_alone() -> None:
     verdict = judging.judge(REGISTRY["FI-05 8"], 4, tokens=1)
     assert verdict.refusals == ["not_equivalent"], verdict

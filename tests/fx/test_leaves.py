@@ -75,6 +75,7 @@ def test_ranks_that_differ_in_a_sign_have_different_names() -> None:
 
 
 NUMBERS = (0.3, 0.9)
+TABLE = [0.3, 1.7, 0.9, 2.2]
 
 
 def shifted(factor: float, ctx: Context, output: Tensor, lse: Tensor) -> Tensor:
@@ -103,6 +104,16 @@ def scaled(
         functools.partial(scaled, lambda factor: int(10 * factor)),
         functools.partial(scaled, lambda factor: torch.tensor([factor] * HEADS)),
         functools.partial(scaled, lambda factor: torch.full((3, HEADS), factor)),
+        # Of one table, the place that is the rank's own.
+        functools.partial(
+            scaled, lambda factor: torch.tensor(TABLE)[NUMBERS.index(factor)]
+        ),
+        functools.partial(
+            scaled, lambda factor: torch.arange(1, HEADS + 1) * 0.3 + factor
+        ),
+        functools.partial(
+            scaled, lambda factor: torch.arange(1, HEADS + 1) + int(10 * factor)
+        ),
     ],
 )
 def test_ranks_that_compute_with_other_numbers_have_different_names(

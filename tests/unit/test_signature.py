@@ -72,6 +72,16 @@ def test_equal_calls_that_go_different_ways_point_to_the_knobs() -> None:
     assert SITE in both
 
 
+def test_a_slice_that_is_one_ranks_share_is_named_as_a_cause() -> None:
+    own, other = (
+        replace(CALL, options=f"scatter={scatter} base=e").pack()
+        for scatter in ("tokens", "none")
+    )
+    assert "They differ in scatter" in contrast(0, own, 1, other)
+    alike = replace(CALL, options="scatter=tokens base=2").pack()
+    assert "They differ in scatter" not in contrast(0, own, 1, alike)
+
+
 class Memory(GroupMemory):
     """Of two ranks, without a GPU and without the other one."""
 
