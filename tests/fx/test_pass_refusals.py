@@ -319,12 +319,13 @@ def test_shape_too_large_to_try() -> None:
 
 @pytest.mark.parametrize("fn", [merge, family_b.tree_decoding, family_d.one_gather_own])
 def test_no_tokens(fn: Model) -> None:
-    refuse(
-        fn,
-        partials(2, 0)[1],
-        "no_tokens",
-        "there are no tokens: a partial output of [0, 4, 8] holds nothing to exchange",
-    )
+    after = rewrite(traced(fn, partials(2, 0)[1]))
+    [refused] = [site for site in after.sites if site.code == "no_tokens"]
+    reason = "there are no tokens: a partial output of [0, 4, 8] holds nothing to excha"
+    assert refused.reason.startswith(reason)
+    # A peer that has some waits in the exchange.
+    assert after.calls("site_guard") == ["site_guard"]
+    assert after.calls("a2a_lse_reduce") == []
     accept(fn, partials(2, 1)[1], "a2a_lse_reduce")
 
 
