@@ -72,6 +72,15 @@ _config_module.install_config_module(sys.modules[__name__])
 
 # The machinery comes last: the installation takes every constant above it for a knob.
 _MODES = ("auto", "force", "disable")
+# What numbers may be at most: so that no size that is worked out from them overflows,
+# and a group is set up in no time.
+_MOST: dict[str, int] = {
+    "max_tokens": (1 << 31) - 1,
+    "timeout_s": 10**9,
+    "num_ubatches": 64,
+    "marked_bytes": 1 << 48,
+    "packet_bytes": 1 << 48,
+}
 _this: Any = sys.modules[__name__]
 _arguments: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
     "dcp_inductor_arguments", default=types.MappingProxyType({})
@@ -126,9 +135,10 @@ def check(name: str, value: Any, called: str = "") -> Any:
         wanted, fits = f"one of {', '.join(map(repr, _MODES))}", value in _MODES
     else:
         number = int if kind is int else (int, float)
-        wanted = f"a positive {'integer' if kind is int else 'number'}"
+        most = _MOST[name]
+        wanted = f"a positive {'integer' if kind is int else 'number'} up to {most}"
         fits = isinstance(value, number) and not isinstance(value, bool)
-        fits = fits and 0 < value < float("inf")
+        fits = fits and 0 < value <= most
     if not fits:
         called = called or f"dcp_inductor.config.{name}"
         raise ValueError(f"{called}: expected {wanted}, got {value!r}")

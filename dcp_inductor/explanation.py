@@ -104,7 +104,12 @@ def explain(model: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Explan
             with are taken over, where that was for this backend.
         inputs: its arguments.
         kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: ``model`` cannot be called.
     """
+    if not callable(model):
+        raise TypeError(f"explain: expected a module or a function, got {model!r}")
     given = _compiled_with(model)
     options = given.get("options") or {}
     model = getattr(model, "_orig_mod", model)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 SCATTER_MODES = ("heads", "tokens", "none")
+# Row masks are int32 in the kernels.
+_MOST = (1 << 31) - 1
 
 
 class MergeOptions(NamedTuple):
@@ -76,6 +78,23 @@ class MergeOptions(NamedTuple):
 
 
 DEFAULT_MERGE = MergeOptions()
+
+
+def check_devices(op: str, **tensors: Tensor | None) -> None:
+    """Refuse meta tensors beside others: a call of ``op`` with one runs the op's fake,
+    and what that returns for tensors with data holds none.
+
+    Raises:
+        ValueError: names the tensors' devices.
+    """
+    devices = {name: x.device for name, x in tensors.items() if x is not None}
+    kinds = {device.type for device in devices.values()}
+    if "meta" in kinds and len(kinds) > 1:
+        got = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(
+            f"{op}: expected tensors with data, or all of them on meta, got {got}; "
+            "put all of them where data is, or all on meta"
+        )
 
 
 def gathered_heads(query: Tensor, world_size: int, padded_heads: int) -> int:
@@ -167,8 +186,12 @@ def check_lengths(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> No
     """Check the two tensors of a row mask against each other; their batch may change
     from call to call.
 
+    On CPUs their values too. On GPUs that would wait for the device, so a wrong mask
+    gives wrong rows there.
+
     Raises:
-        ValueError: they are not ``[B]`` and ``[B + 1]``, or do not hold integers.
+        ValueError: they are not ``[B]`` and ``[B + 1]``, or do not hold integers, or
+            hold lengths below 0 or rows that do not ascend.
     """
     if seq_lens is None or query_start_loc is None:
         return
@@ -183,6 +206,48 @@ def check_lengths(seq_lens: Tensor | None, query_start_loc: Tensor | None) -> No
             "query_start_loc [B + 1] and seq_lens [B]",
             f"{starts} entries and {batch}",
         )
+    if _has_data(seq_lens):
+        held = seq_lens.tolist()
+        i = _beyond(held)
+        if i is not None:
+            _refuse(
+                f"seq_lens from 0 to {_MOST}, the tokens of each sequence on this rank",
+                f"{held[i]} at [{i}]",
+            )
+    if _has_data(query_start_loc):
+        rows = query_start_loc.tolist()
+        ascends = rows == sorted(rows)
+        if ascends and rows[0] >= 0 and rows[-1] <= _MOST:
+            return
+        advice = "the first row of each sequence and, last, of the padding"
+        i = _beyond(rows)
+        if i is not None:
+            _refuse(
+                f"query_start_loc from 0 to {_MOST}, {advice}", f"{rows[i]} at [{i}]"
+            )
+        if not ascends:
+            i = next(i for i in range(1, len(rows)) if rows[i] < rows[i - 1])
+            _refuse(
+                f"query_start_loc that never descends, {advice}",
+                f"{rows[i]} at [{i}] behind {rows[i - 1]}; repeat the last row for "
+                "sequences that only pad the batch",
+            )
+
+
+def _has_data(x: Tensor) -> bool:
+    """Whether the values can be looked at without waiting for a device."""
+    if type(x) is Tensor or not x.is_cpu:
+        return x.is_cpu
+    from torch._subclasses.fake_tensor import is_fake
+
+    return not is_fake(x)
+
+
+def _beyond(values: list[int]) -> int | None:
+    """The first place of a value that no row mask can hold."""
+    if not values or (min(values) >= 0 and max(values) <= _MOST):
+        return None
+    return next(i for i, value in enumerate(values) if not 0 <= value <= _MOST)
 
 
 def _refuse(expected: str, got: str) -> NoReturn:

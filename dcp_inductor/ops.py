@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +26,23 @@ _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 _LIBRARY = torch.library.Library("dcp_inductor", "DEF")
 
 
-def _check_token(token: Tensor) -> None:
+def _refuse_none(op: str, name: str) -> NoReturn:
+    # A schema's Tensor lets None through.
+    raise ValueError(f"{op}: expected a tensor as {name}, got None")
+
+
+def _check_partials(partial_output: Tensor, partial_lse: Tensor) -> None:
+    if partial_output is None:
+        _refuse_none("a2a_lse_reduce", "partial_output")
+    if partial_lse is None:
+        _refuse_none("a2a_lse_reduce", "partial_lse")
+
+
+def _check_token(op: str, token: Tensor, **tensors: Tensor | None) -> None:
+    # For fakes, which also run where one tensor of a call by hand is on meta.
+    if token is None:
+        _refuse_none(op, "token")
+    geometry.check_devices(op, **tensors, token=token)
     torch._check(
         token.numel() == 0,
         lambda: f"order token: expected no elements, got shape {tuple(token.shape)}",
@@ -34,7 +51,7 @@ def _check_token(token: Tensor) -> None:
 
 def _check_empty(token: Tensor) -> None:
     # The quick form of _check_token, for calls.
-    if token is None:  # which a schema's Tensor lets through
+    if token is None:
         raise ValueError(
             "order token: expected an empty tensor, torch.empty(0), got None"
         )
@@ -73,11 +90,13 @@ q_gather_view = torch.ops.dcp_inductor.q_gather_view.default
 @torch.library.register_fake("dcp_inductor::q_gather")
 @torch.library.register_fake("dcp_inductor::q_gather_view")
 def _(query, token, group_name, *, padded_heads=0, site=""):
+    if query is None:
+        _refuse_none("q_gather", "query")
     torch._check(
         query.dim() == 3,
         lambda: f"q_gather: expected query [T, h, D], got {query.dim()} dims",
     )
-    _check_token(token)
+    _check_token("q_gather", token, query=query)
     heads = geometry.gathered_heads(query, groups.size(group_name), padded_heads)
     return (
         query.new_empty((query.shape[0], heads, query.shape[2])),
@@ -97,10 +116,12 @@ kv_gather = torch.ops.dcp_inductor.kv_gather.default
 
 @torch.library.register_fake("dcp_inductor::kv_gather")
 def _(rows, token, group_name, *, site=""):
+    if rows is None:
+        _refuse_none("kv_gather", "rows")
     torch._check(
         rows.dim() >= 1, lambda: "kv_gather: expected rows [t, ...], got 0 dims"
     )
-    _check_token(token)
+    _check_token("kv_gather", token, rows=rows)
     world_size = groups.size(group_name)
     return (
         rows.new_empty((world_size * rows.shape[0], *rows.shape[1:])),
@@ -121,10 +142,12 @@ kv_gather_publish = torch.ops.dcp_inductor.kv_gather_publish.default
 
 @torch.library.register_fake("dcp_inductor::kv_gather_publish")
 def _(rows, token, group_name, *, site=""):
+    if rows is None:
+        _refuse_none("kv_gather_publish", "rows")
     torch._check(
         rows.dim() >= 1, lambda: "kv_gather_publish: expected rows [t, ...], got 0 dims"
     )
-    _check_token(token)
+    _check_token("kv_gather_publish", token, rows=rows)
     return torch.empty_like(token)
 
 
@@ -168,6 +191,10 @@ def _(
     query_start_loc=None,
     site="",
 ):
+    partials = {"partial_output": partial_output, "partial_lse": partial_lse}
+    lengths = {"seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    _check_partials(partial_output, partial_lse)
+    _check_token("a2a_lse_reduce", token, **partials, **lengths)
     group = groups.resolve(group_name)
     size, rank = group.size(), group.rank()
     options = geometry.MergeOptions(
@@ -181,7 +208,6 @@ def _(
     geometry.check_a2a_lse_reduce(
         partial_output, partial_lse, options, seq_lens, query_start_loc, size
     )
-    _check_token(token)
     output, lse = options.results(partial_output, partial_lse, size, rank)
     return output, lse, torch.empty_like(token)
 
@@ -197,13 +223,17 @@ order_token = torch.ops.dcp_inductor.order_token.default
 
 @torch.library.register_fake("dcp_inductor::order_after")
 def _(x, token):
-    _check_token(token)
+    if x is None:
+        _refuse_none("order_after", "x")
+    _check_token("order_after", token, x=x)
     return x.clone()
 
 
 @torch.library.register_fake("dcp_inductor::order_token")
 def _(x, token):
-    _check_token(token)
+    if x is None:
+        _refuse_none("order_token", "x")
+    _check_token("order_token", token, x=x)
     return torch.empty_like(token)
 
 
@@ -217,7 +247,7 @@ site_guard = torch.ops.dcp_inductor.site_guard.default
 
 @torch.library.register_fake("dcp_inductor::site_guard")
 def _(token, group_name, site, reason):
-    _check_token(token)
+    _check_token("site_guard", token)
     return torch.empty_like(token)
 
 
@@ -232,24 +262,32 @@ def _kernels() -> ModuleType:
 
 
 def _q_gather(query, token, group_name, *, padded_heads=0, site=""):
+    if query is None:
+        _refuse_none("q_gather", "query")
     _check_empty(token)
     gathered = _kernels().q_gather(query, group_name, padded_heads, site)
     return gathered, torch.empty_like(token)
 
 
 def _q_gather_view(query, token, group_name, *, padded_heads=0, site=""):
+    if query is None:
+        _refuse_none("q_gather", "query")
     _check_empty(token)
     gathered = _kernels().q_gather_view(query, group_name, padded_heads, site)
     return gathered, torch.empty_like(token)
 
 
 def _kv_gather(rows, token, group_name, *, site=""):
+    if rows is None:
+        _refuse_none("kv_gather", "rows")
     _check_empty(token)
     gathered = _kernels().kv_gather(rows, group_name, site)
     return gathered, torch.empty_like(token)
 
 
 def _kv_gather_publish(rows, token, group_name, *, site=""):
+    if rows is None:
+        _refuse_none("kv_gather_publish", "rows")
     _check_empty(token)
     _kernels().kv_gather_publish(rows, group_name, site)
     return torch.empty_like(token)
@@ -271,6 +309,7 @@ def _a2a_lse_reduce(
     query_start_loc=None,
     site="",
 ):
+    _check_partials(partial_output, partial_lse)
     _check_empty(token)
     options = geometry.MergeOptions(
         scatter,
@@ -292,6 +331,18 @@ def _a2a_lse_reduce(
     return output, lse, torch.empty_like(token)
 
 
+def _order_after(x, token):
+    if x is None or token is None:
+        _refuse_none("order_after", "x" if x is None else "token")
+    return x.clone()
+
+
+def _order_token(x, token):
+    if x is None or token is None:
+        _refuse_none("order_token", "x" if x is None else "token")
+    return torch.empty_like(token)
+
+
 def _site_guard(token, group_name, site, reason):
     from dcp_inductor import votes
 
@@ -306,5 +357,5 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("kv_gather_publish", _kv_gather_publish, _key)
     _LIBRARY.impl("a2a_lse_reduce", _a2a_lse_reduce, _key)
     _LIBRARY.impl("site_guard", _site_guard, _key)
-    _LIBRARY.impl("order_after", lambda x, token: x.clone(), _key)
-    _LIBRARY.impl("order_token", lambda x, token: torch.empty_like(token), _key)
+    _LIBRARY.impl("order_after", _order_after, _key)
+    _LIBRARY.impl("order_token", _order_token, _key)

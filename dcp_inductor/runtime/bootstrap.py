@@ -48,7 +48,7 @@ def join(
         return Refusal(
             "ranks", f"{group.size()} ranks are more than {layout.MAX_RANKS}"
         )
-    store = _meeting_place(group)
+    store = meeting_place(group)
     if isinstance(store, Refusal):
         return store
     # Looked up before the rendezvous, so that a build does not count as waiting.
@@ -57,7 +57,7 @@ def join(
     def look() -> None:
         votes.check_waiting(group.group_name, site, rows)
 
-    with _in_time(group, timeout_s, "set-up", site):
+    with in_time(group, timeout_s, "set-up", site):
         session = rendezvous.Session(
             store, group.rank(), group.size(), timeout_s, while_waiting=look
         )
@@ -75,18 +75,19 @@ def meet(
     Raises:
         DCPTimeoutError: a rank did not come.
     """
-    store = _meeting_place(group)
+    store = meeting_place(group)
     if isinstance(store, Refusal):
         return
     store = dist.PrefixStore("dcp_inductor_recovery", store)
-    with _in_time(group, timeout_s, "recover"):
+    with in_time(group, timeout_s, "recover"):
         look()
         rendezvous.Session(
             store, group.rank(), group.size(), timeout_s, while_waiting=look
         )
 
 
-def _meeting_place(group: dist.ProcessGroup) -> dist.Store | Refusal:
+def meeting_place(group: dist.ProcessGroup) -> dist.Store | Refusal:
+    """The store at which the ranks of a group can meet, or why there is none."""
     if "fake" in dist.get_backend(group):
         return Refusal("fake_group", "the group's backend does not communicate")
     try:
@@ -97,9 +98,10 @@ def _meeting_place(group: dist.ProcessGroup) -> dist.Store | Refusal:
 
 
 @contextlib.contextmanager
-def _in_time(
+def in_time(
     group: dist.ProcessGroup, timeout_s: float, op: str, site: str = ""
 ) -> Iterator[None]:
+    """Raise DCPTimeoutError where ranks are missing at a rendezvous in the body."""
     try:
         yield
     except rendezvous.PeersMissingError as error:

@@ -68,7 +68,12 @@ def check(group: dist.ProcessGroup | None = None) -> None:
     """Raise what exchanges of ``group`` (default: of all groups) reported; see
     :meth:`Workspace.check`. Call it behind ``torch.cuda.synchronize()``: replayed
     graphs touch no host code that would notice.
+
+    Raises:
+        ValueError: ``group`` is no process group.
     """
+    if group is not None:
+        group = groups.or_world(group)
     memories = [_groups.get(group)] if group is not None else list(_groups.values())
     for memory in memories:
         if isinstance(memory, GroupMemory):
@@ -109,6 +114,12 @@ def close(group: dist.ProcessGroup) -> None:
     _held.remove(memory)
 
 
+def num_ubatches(group_name: str) -> int:
+    """Micro-batches that a group was set up for; 0 where it has no memory."""
+    memory = _groups.get(groups.resolve(group_name))
+    return len(memory.workspaces) if isinstance(memory, GroupMemory) else 0
+
+
 def memory_bytes(group: dist.ProcessGroup) -> int:
     """Bytes of symmetric memory that this rank holds for ``group``."""
     memory = _groups.get(group)
@@ -134,6 +145,7 @@ def _set_up(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Ref
             memory = _join(group, device)
             _groups[group] = memory
             if isinstance(memory, GroupMemory):
+                ubatch.hold(len(memory.workspaces))
                 _held.append(memory)
                 log.debug("group '%s': symmetric memory", group.group_name)
     return memory

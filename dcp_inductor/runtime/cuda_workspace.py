@@ -137,10 +137,9 @@ class Workspace:
             )
         else:
             error = DCPTimeoutError(record, config.timeout_s)
-            where = f"its row {row}" if record.op == _OPS[1] and row >= 0 else "a part"
-            error.add_note(
-                f"of the result {where} did not come; rows that lack a peer are NaN"
-            )
+            what = f"its row {row}" if record.op == _OPS[1] and row >= 0 else "a part"
+            told = f"of the result {what} did not come; rows that lack a peer are NaN"
+            error.add_note(told)
         self.why_dead = str(error)
         self._ask_votes(site)
         raise error
@@ -278,8 +277,9 @@ class GroupMemory:
         different layouts: all are made.
         """
         check = zlib.crc32(repr(layout).encode())
-        route = f"set-up of {layout.size} bytes (layout {check:08x})"
-        own = replace(call, route=f"{call.route}, {route}").pack()
+        made = f"set-up of {layout.size} bytes (layout {check:08x})"
+        route = f"{call.route}, {made}" if call.route else made
+        own = replace(call, route=route).pack()
         said = session.exchange({"call": own.hex(), "layout": layout.as_words()})
         if self.num_ubatches > 1:
             wanted = sorted({json.dumps(each["layout"]) for each in said})

@@ -6,7 +6,9 @@ the configuration, and the call's shapes and dtypes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +19,16 @@ from dcp_inductor.geometry import MergeOptions
 from dcp_inductor.runtime import (
     collective_combine,
     cuda_exchange,
+    cuda_registry,
     fallback,
+    registry,
     shm_exchange,
+    turns,
+    ubatch,
 )
+from dcp_inductor.runtime.workspace import broken_off
+
+_T = TypeVar("_T")
 
 # Per device type, the module with the direct exchanges: functions named like the ops,
 # which take the group's name first and return the op's result, or a Refusal that is the
@@ -71,7 +80,10 @@ def _gather_query(
         if not isinstance(result, Refusal):
             return result
         fallback.take("q_gather", "direct_query_gather", mode, group_name, result)
-    return reference.q_gather(query, group_name, padded_heads)
+    return _collectives(
+        lambda: reference.q_gather(query, group_name, padded_heads),
+        "q_gather", query, group_name, site, mode,
+    )  # fmt: skip
 
 
 def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
@@ -100,7 +112,10 @@ def kv_gather(rows: Tensor, group_name: str, site: str) -> Tensor:
         if not isinstance(result, Refusal):
             return result
         fallback.take("kv_gather", "direct_kv_gather", mode, group_name, result)
-    return reference.kv_gather(rows, group_name)
+    return _collectives(
+        lambda: reference.kv_gather(rows, group_name),
+        "kv_gather", rows, group_name, site, mode,
+    )  # fmt: skip
 
 
 def kv_gather_publish(rows: Tensor, group_name: str, site: str) -> None:
@@ -156,11 +171,40 @@ def a2a_lse_reduce(
         if not isinstance(result, Refusal):
             return result
         fallback.take("a2a_lse_reduce", "direct_combine", mode, group_name, result)
-    if partial_output.is_cuda:
-        return collective_combine.packed_all_to_all(
-            *arguments, seq_lens, query_start_loc
-        )
-    return reference.a2a_lse_reduce(*arguments, seq_lens, query_start_loc)
+    merge = (
+        collective_combine.packed_all_to_all
+        if partial_output.is_cuda
+        else reference.a2a_lse_reduce
+    )
+    return _collectives(
+        lambda: merge(*arguments, seq_lens, query_start_loc),
+        "a2a_lse_reduce", partial_output, group_name, site, mode,
+    )  # fmt: skip
+
+
+def _collectives(
+    make: Callable[[], _T], op: str, x: Tensor, group_name: str, site: str, mode: str
+) -> _T:
+    """Make the collectives of a call of ``op``, in the turn of its micro-batch."""
+    try:
+        if _take_turns(group_name):
+            with turns.take(groups.resolve(group_name), op, site):
+                return make()
+        return make()
+    except BaseException as error:
+        # The ranks have agreed on the call over shared memory: peers go on from it.
+        if mode != "disable" and x.device.type == "cpu":
+            registry.break_off(group_name, broken_off(op, error))
+        raise
+
+
+def _take_turns(group_name: str) -> bool:
+    """Whether threads may come with collectives of the group; alike on all ranks."""
+    if ubatch.is_inside() or config.read("num_ubatches") > 1:
+        return True
+    return ubatch.most_held() > 1 and 1 < max(
+        registry.num_ubatches(group_name), cuda_registry.num_ubatches(group_name)
+    )
 
 
 def _agree_on_no_rows(

@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from dcp_inductor import config, groups, votes
 from dcp_inductor.capability import Refusal
-from dcp_inductor.runtime import bootstrap, cuda_registry, fallback, layout, ubatch
+from dcp_inductor.runtime import (
+    bootstrap,
+    cuda_registry,
+    fallback,
+    layout,
+    turns,
+    ubatch,
+)
 from dcp_inductor.runtime.workspace import Workspace
 
 log = logging.getLogger(__name__)
@@ -48,6 +55,22 @@ def workspace_for(
     return members[ubatch.within(len(members), group_name, again)]
 
 
+def num_ubatches(group_name: str) -> int:
+    """Micro-batches that a group was set up for; 0 where it has no workspaces."""
+    members = _groups.get(groups.resolve(group_name))
+    return len(members) if isinstance(members, list) else 0
+
+
+def break_off(group_name: str, why: str) -> None:
+    """Put this thread's workspace of a group, if it has one, out of use.
+
+    For a call that its peers may have finished and that this rank has not.
+    """
+    members = _groups.get(groups.resolve(group_name))
+    if isinstance(members, list) and ubatch.current() < len(members):
+        members[ubatch.current()].mark_dead(why)
+
+
 def recover(group: dist.ProcessGroup | None = None) -> None:
     """Make ``group`` (default: the world) fit for exchanges; every rank must call this.
 
@@ -65,6 +88,7 @@ def recover(group: dist.ProcessGroup | None = None) -> None:
     for workspace in workspaces:
         workspace.refuse_fork()
     _groups.pop(group, None)
+    turns.reset(group)
     for workspace in workspaces:
         workspace.mark_dead("recover() was called")
 
@@ -108,6 +132,8 @@ def _set_up(
             members = (
                 joined if isinstance(joined, Refusal) else _workspaces(group, joined)
             )
+            if isinstance(members, list):
+                ubatch.hold(len(members))
             _groups[group] = members
     return members
 

@@ -36,7 +36,8 @@ class PeersMissingError(Exception):
 
 
 @contextlib.contextmanager
-def _reachable() -> Iterator[None]:
+def reachable() -> Iterator[None]:
+    """Raise DCPError where the store cannot be reached in the body."""
     try:
         yield
     except dist.DistError as error:
@@ -75,11 +76,16 @@ class Session:
         self._deadline = time.monotonic() + timeout_s
         self._while_waiting = while_waiting
         self._rounds = 0
-        with _reachable():
+        with reachable():
             self._name = self._handshake()
         # All are here: the rounds have a time of their own, or one that came early
         # would have none left for what those that came late still do.
         self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and of no other session in the store."""
+        return self._name
 
     def exchange(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
         """Every rank's ``payload``, by rank; a round that all ranks must make.
@@ -92,7 +98,7 @@ class Session:
         prefix = f"{_PREFIX}/{self._name}/{self._rounds}"
         self._rounds += 1
         keys = [f"{prefix}/{peer}" for peer in range(self._world_size)]
-        with _reachable():
+        with reachable():
             self._store.set(f"{prefix}/{self._rank}", json.dumps(payload))
             self._wait_for(keys)
             return [json.loads(self._store.get(key)) for key in keys]

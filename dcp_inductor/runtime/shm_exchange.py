@@ -103,9 +103,9 @@ def q_gather(
         )  # fmt: skip
         workspace.plans[key] = plan
     output = query.new_empty(plan.shape)
-    _gather(workspace, plan, _rows_dense(query), output, "q_gather", site)
     if plan.first_padded_head < plan.shape[1]:
         output[:, plan.first_padded_head :].view(torch.uint8).zero_()
+    _gather(workspace, plan, _rows_dense(query), output, "q_gather", site)
     return output
 
 

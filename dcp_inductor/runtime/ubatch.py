@@ -9,14 +9,32 @@ from contextlib import contextmanager
 
 class _State(threading.local):
     index = 0
+    inside = False
 
 
 _state = _State()
+_most_held = 0
 
 
 def current() -> int:
     """The micro-batch of this thread, 0 unless it is within :func:`ubatch`."""
     return _state.index
+
+
+def is_inside() -> bool:
+    """Whether this thread is within :func:`ubatch`."""
+    return _state.inside
+
+
+def hold(number: int) -> None:
+    """Note that a group was set up for ``number`` micro-batches."""
+    global _most_held
+    _most_held = max(_most_held, number)
+
+
+def most_held() -> int:
+    """The most micro-batches that a group of this process was ever set up for."""
+    return _most_held
 
 
 @contextmanager
@@ -26,14 +44,14 @@ def ubatch(index: int) -> Iterator[None]:
     A group has as many as ``config.num_ubatches`` said at its first exchange; one
     beyond them raises ValueError.
     """
-    if not isinstance(index, int) or index < 0:
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ValueError(f"expected a micro-batch, an integer from 0, got {index!r}")
-    previous = current()
-    _state.index = index
+    previous = _state.index, _state.inside
+    _state.index, _state.inside = index, True
     try:
         yield
     finally:
-        _state.index = previous
+        _state.index, _state.inside = previous
 
 
 def within(held: int, group_name: str, way_on: str) -> int:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ class Workspace:
         self._processes = processes
         self._owners = owners
         self._pid = os.getpid()
-        self._busy = threading.Lock()
+        # The call that is within an exchange: its thread, in a tuple of its own.
+        self._within: dict[str, tuple[int]] = {}
         self._why_dead = ""
         self._tables: dict[int, Tensor] = {}
         self._arenas: list[shm.Segment] = []
@@ -113,27 +114,39 @@ class Workspace:
     ) -> None:
         """Make one exchange: ``launch(*arguments, resume)`` until it is done.
 
-        ``rows`` of the exchange are what a peer may have refused it for.
+        ``rows`` of the exchange are what a peer may have refused it for. However a call
+        ends that has published, KeyboardInterrupt included, either all ranks know how
+        or the workspace is dead: a call made again would meet the peers' next one.
 
         Raises:
+            DCPError: the workspace is out of use, or in use by another thread.
             DCPTimeoutError: a peer did not arrive in time, has ended, or has given up.
             DCPMismatchError: a peer arrived with another exchange.
             DCPDisagreementError: a peer has refused ``site``.
         """
         if self._why_dead or self._pid != os.getpid():
             self._refuse()
-        if not self._busy.acquire(blocking=False):
-            raise DCPError(
-                f"{op}: another thread is within an exchange of group "
-                f"'{self.group_name}' and the same micro-batch; give every thread its "
-                "own with dcp_inductor.ubatch(index)"
-            )
+        # Released last and not by ``finally``: a second signal may come on the way out
+        # of the first, and the next call tells by what is left here.
+        mine = (threading.get_ident(),)
+        begun = None
         try:
+            holder = self._within.setdefault("call", mine)
+            if holder is not mine:
+                self._refuse_second(holder, op)
+            begun = self.epoch
             status = launch(*arguments, False)
             if status != _DONE:
                 self._settle(lambda: launch(*arguments, True), status, op, site, rows)
-        finally:
-            self._busy.release()
+        except BaseException as error:
+            if self._within.get("call") is mine:
+                published = begun is not None and self.epoch != begun
+                # All ranks see a mismatch, see _settle.
+                if published and not isinstance(error, DCPMismatchError):
+                    self.mark_dead(broken_off(op, error))
+                del self._within["call"]
+            raise
+        del self._within["call"]
 
     def table_for(self, needed: int, call: Signature) -> Tensor | Refusal:
         """Launch table of an arena with ``needed`` bytes a slot, made at need.
@@ -149,12 +162,20 @@ class Workspace:
         for refused, refusal in self._refused_bytes.items():
             if slot_bytes >= refused:
                 return refusal
-        self.agree(replace(call, route=f"set-up of {slot_bytes} bytes"))
-        created = self._create_arena(slot_bytes, call.op, call.site)
-        if isinstance(created, Refusal):
-            self._refused_bytes[slot_bytes] = created
-        else:
-            self._tables[slot_bytes] = created
+        begun = self.epoch
+        try:
+            self.agree(replace(call, route=f"set-up of {slot_bytes} bytes"))
+            created = self._create_arena(slot_bytes, call.op, call.site)
+            if isinstance(created, Refusal):
+                self._refused_bytes[slot_bytes] = created
+            else:
+                self._tables[slot_bytes] = created
+        except DCPMismatchError:
+            raise
+        except BaseException as error:
+            if self.epoch != begun:  # peers may have the arena
+                self.mark_dead(broken_off(call.op, error))
+            raise
         return created
 
     def agree(self, call: Signature) -> None:
@@ -250,24 +271,16 @@ class Workspace:
     ) -> None:
         start = time.monotonic()
         votes_at = start + VOTES_AFTER_S
-        try:
-            while status == launch_ops.PENDING:
-                now = time.monotonic()
-                self._look_for_lost_peers(op, site, rows, now - start)
-                if now >= votes_at:
-                    self._compare_votes(site, rows)
-                    votes_at = now + VOTES_AFTER_S
-                if now - start >= config.timeout_s:
-                    peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
-                    raise DCPTimeoutError(
-                        self._record(op, site, peer), config.timeout_s
-                    )
-                status = resume()
-        except BaseException as error:
-            # This rank has published and will not finish the call: epochs differ from
-            # here on.
-            self.mark_dead(str(error) or type(error).__name__)
-            raise
+        while status == launch_ops.PENDING:
+            now = time.monotonic()
+            self._look_for_lost_peers(op, site, rows, now - start)
+            if now >= votes_at:
+                self._compare_votes(site, rows)
+                votes_at = now + VOTES_AFTER_S
+            if now - start >= config.timeout_s:
+                peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
+                raise DCPTimeoutError(self._record(op, site, peer), config.timeout_s)
+            status = resume()
         if status == launch_ops.MISMATCH:
             peer = layout.read_u32(self._controls[self.rank], layout.FAULT_PEER)
             mismatch = self._mismatch(peer)
@@ -336,12 +349,34 @@ class Workspace:
             f"{contrast(self.rank, own, peer, other)}"
         )
 
-    def _refuse(self) -> None:
+    def _refuse_second(self, holder: tuple[int], op: str) -> NoReturn:
+        if holder != (threading.get_ident(),):
+            raise DCPError(
+                f"{op}: another thread is within an exchange of group "
+                f"'{self.group_name}' and the same micro-batch; give every thread its "
+                "own with dcp_inductor.ubatch(index)"
+            )
+        # Within a signal handler, or after two signals in a row.
+        self.mark_dead(
+            f"{op}: an exchange of this thread has not ended, which a signal "
+            "interrupted"
+        )
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         self.refuse_fork()
         raise DCPError(
             f"the workspace of group '{self.group_name}' is out of use since: "
             f"{with_way_on(self._why_dead)}"
         )
+
+
+def broken_off(op: str, error: BaseException) -> str:
+    """Why a workspace is out of use whose last call of ``op`` ended with ``error``."""
+    if isinstance(error, DCPError):
+        return str(error)
+    detail = f": {error}" if str(error) else ""
+    return f"{op} was broken off by {type(error).__name__}{detail}"
 
 
 def as_tensor(packed: bytes) -> Tensor:

@@ -130,6 +130,12 @@ def test_a_rejection_gives_its_code_and_reason() -> None:
     assert row.reason in str(explanation)
 
 
+@pytest.mark.parametrize("model", [None, 3])
+def test_what_is_no_model_is_named(model) -> None:
+    with pytest.raises(TypeError, match=f"a module or a function, got {model}"):
+        dcp_inductor.explain(model)
+
+
 def test_a_compiled_function_is_explained_too() -> None:
     compiled = torch.compile(merge, backend="eager")
     assert dcp_inductor.explain(compiled, *merge_inputs()).rewritten == 1

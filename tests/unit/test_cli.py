@@ -95,7 +95,7 @@ def test_doctor_shows_knobs_that_were_set(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("variable", "complaint"),
     [
-        ("DCP_INDUCTOR_TIMEOUT_S", "expected a positive number, got 'soon'"),
+        ("DCP_INDUCTOR_TIMEOUT_S", "a positive number up to 1000000000, got 'soon'"),
         ("DCP_INDUCTOR_TIMEOUTS", "did you mean DCP_INDUCTOR_TIMEOUT_S?"),
     ],
 )

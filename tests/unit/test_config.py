@@ -110,7 +110,8 @@ def test_a_wrong_variable_is_an_error_wherever_it_is_read(read: str) -> None:
     code = f"assert config.timeout_s == 60.0\n{read}"
     message = in_process(code, max_tokens="0", timeout_s="")  # empty counts as unset
     assert message == (
-        "ValueError: DCP_INDUCTOR_MAX_TOKENS: expected a positive integer, got 0"
+        "ValueError: DCP_INDUCTOR_MAX_TOKENS: expected a positive integer up to "
+        "2147483647, got 0"
     )
 
 
@@ -188,6 +189,30 @@ def test_an_unknown_knob_names_its_neighbours() -> None:
 def test_a_number_becomes_the_type_of_its_knob() -> None:
     config.timeout_s = 3
     assert isinstance(config.timeout_s, float)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("max_tokens", 2**31 - 1),
+        ("timeout_s", 10**9),
+        ("num_ubatches", 64),
+        ("marked_bytes", 2**48),
+        ("packet_bytes", 2**48),
+    ],
+)
+def test_numbers_have_an_upper_bound(name: str, most: int) -> None:
+    assert config.check(name, most) == most
+    for value in (most + 1, 10**30):
+        with pytest.raises(ValueError, match=f"up to {most}, got {value}"):
+            setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{env(name)}: .* up to {most}, got"):
+        config.check(name, 10**30, env(name))
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    numbers = {n for n in config.names() if type(config.default(n)) in (int, float)}
+    assert set(config._MOST) == numbers
 
 
 def test_an_assignment_holds_in_every_thread() -> None:
