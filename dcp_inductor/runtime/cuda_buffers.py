@@ -6,7 +6,9 @@ reason names that rank.
 
 from __future__ import annotations
 
+import contextvars
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,28 @@ def create(
         hidden_peers: :func:`symm_mem.hides_peers` of the ranks' facts.
         multicast: use it where all ranks have it.
     """
+    # Torch keeps the addresses in device memory of its allocator. During the warm-up of
+    # a CUDA graph of Inductor's, what this thread allocates is the graph's, which may
+    # keep nothing beyond its outputs. A thread of its own allocates outside of it.
+    own = contextvars.copy_context()
+    with ThreadPoolExecutor(1, "dcp_inductor_buffers") as thread:
+        return thread.submit(
+            own.run, _create, session, group, device, count, nbytes, hidden_peers,
+            multicast,
+        ).result()  # fmt: skip
+
+
+def _create(
+    session: rendezvous.Session,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    count: int,
+    nbytes: int,
+    hidden_peers: bool,
+    multicast: bool,
+) -> list[symm_mem.SymmetricBuffer] | Refusal:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins on the first one
     problem, tensors, buffers = "", [], []
     try:
         for _ in range(count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,7 @@ def made(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Buffer], None]) -> li
     """What two ranks get of ``cuda_buffers.create``; rank 1's buffer is spoilt."""
     everyones = [torch.zeros(NBYTES, dtype=torch.uint8) for _ in range(2)]
     by_rank = {tensor.data_ptr(): rank for rank, tensor in enumerate(everyones)}
-    mine = threading.local()
+    rank_of = contextvars.ContextVar[int]("rank_of")
 
     def buffer(tensor: torch.Tensor, group: Any, hidden_peers: bool) -> Buffer:
         new = Buffer(everyones, by_rank[tensor.data_ptr()])
@@ -64,12 +65,17 @@ def made(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Buffer], None]) -> li
             spoil(new)
         return new
 
-    monkeypatch.setattr(symm_mem, "allocate", lambda *_: everyones[mine.rank])
+    def allocate(*_: Any) -> torch.Tensor:
+        # The calling thread's allocations may belong to a graph that is warmed up.
+        assert threading.current_thread().name.startswith("dcp_inductor_buffers")
+        return everyones[rank_of.get()]
+
+    monkeypatch.setattr(symm_mem, "allocate", allocate)
     monkeypatch.setattr(symm_mem, "SymmetricBuffer", buffer)
     store = dist.HashStore()
 
     def create(rank: int) -> Any:
-        mine.rank = rank
+        rank_of.set(rank)
         session = rendezvous.Session(store, rank, 2, 10.0)
         group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
         return cuda_buffers.create(session, group, CPU, 1, NBYTES, False, False)
