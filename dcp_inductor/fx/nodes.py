@@ -173,6 +173,11 @@ def size_name(size: int | torch.SymInt) -> str:
     return str(expression(size))
 
 
+def is_pointwise(node: Node) -> bool:
+    """Whether torch calls the op one of single elements."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def traced_size(size: int | torch.SymInt) -> int:
     """The size that the graph was traced with, without a guard on it; 0 if unknown."""
     if isinstance(size, int):

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from dcp_inductor.fx.collectives import as_collective
-from dcp_inductor.fx.nodes import Symbols, argument, shape_key, tensor_val
+from dcp_inductor.fx.nodes import (
+    Symbols,
+    argument,
+    is_pointwise,
+    shape_key,
+    tensor_val,
+)
 
 if TYPE_CHECKING:
     from dcp_inductor.fx.lockstep import Lockstep
@@ -102,20 +108,13 @@ def _padded(node: Node) -> Node | None:
         if node.target is _aten.constant_pad_nd.default:
             source = node.args[0]
             return source if isinstance(source, Node) else None
-        if value is None or not _is_pointwise(node):
+        if value is None or not is_pointwise(node):
             return None
         alike = [s for s in node.all_input_nodes if _same_shape(s, value)]
         if not alike:
             return None
         node = alike[-1]
     return None
-
-
-def _is_pointwise(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in (
-        target.tags
-    )
 
 
 def _same_shape(node: Node, model: Tensor) -> bool:

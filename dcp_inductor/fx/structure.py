@@ -16,7 +16,13 @@ from torch.fx import Node
 
 from dcp_inductor.fx.collectives import as_collective, is_wait
 from dcp_inductor.fx.lockstep import Lockstep, Unsupported, constant_of
-from dcp_inductor.fx.nodes import Symbols, is_number, is_view_like, tensor_val
+from dcp_inductor.fx.nodes import (
+    Symbols,
+    is_number,
+    is_pointwise,
+    is_view_like,
+    tensor_val,
+)
 from dcp_inductor.fx.region import Region, is_constant_name
 
 _aten = torch.ops.aten
@@ -143,7 +149,7 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
 
 def _numbers(node: Node) -> list[str]:
     """Numbers that the op computes with; other integers are dims, sizes and places."""
-    pointwise = _is_pointwise(node)
+    pointwise = is_pointwise(node)
     return [
         repr(float(value))
         for value in (*node.args, *node.kwargs.values())
@@ -159,7 +165,7 @@ def _constants(node: Node, variable: set[Node]) -> list[str]:
         value = tensor_val(source)
         if source in variable or value is None:
             continue
-        computes = value.is_floating_point() or _is_pointwise(node)
+        computes = value.is_floating_point() or is_pointwise(node)
         held = folded(source) if computes else None
         if held is not None:
             found += _values(held)
@@ -216,9 +222,8 @@ def folded(node: Node) -> Tensor | None:
         if each not in needed:
             needed[each] = None
             stack += each.all_input_nodes
-    order = [each for each in node.graph.nodes if each in needed]
     run = Lockstep(
-        order, {}, world_size=1, rank=0, symbols=Symbols(), exact=False,
+        sorted(needed), {}, world_size=1, rank=0, symbols=Symbols(), exact=False,
         reading="absolute",
     )  # fmt: skip
     try:
@@ -226,10 +231,6 @@ def folded(node: Node) -> Tensor | None:
     except (Unsupported, ValueError):
         return None
     return result if isinstance(result, Tensor) else None
-
-
-def _is_pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 class Memo:

@@ -59,13 +59,10 @@ _SHIFTS = {
     _aten.__rshift__.Scalar,
 }
 # Ops by which a limit on the result says little of the one on the position.
-_CURVES = [
-    [name]
-    for name in (
-        "log", "log2", "log10", "log1p", "exp", "exp2", "expm1", "sqrt", "rsqrt", "pow",
-        "sin", "cos", "tan", "tanh", "sigmoid", "reciprocal", "erf", "atan", "asinh",
-    )
-]  # fmt: skip
+_CURVES = {
+    "log", "log2", "log10", "log1p", "exp", "exp2", "expm1", "sqrt", "rsqrt", "pow",
+    "sin", "cos", "tan", "tanh", "sigmoid", "reciprocal", "erf", "atan", "asinh",
+}  # fmt: skip
 # From where on an integer of the type is no longer itself.
 _LIMITS: dict[torch.dtype, list[float]] = {
     torch.int8: [128.0],
@@ -139,7 +136,8 @@ def _bends(node: Node) -> bool:
     """
     value = tensor_val(node)
     rounds = value is not None and value.dtype in (torch.bfloat16, torch.float16)
-    return rounds or str(node.target).split(".")[1:2] in _CURVES
+    _, _, name = str(node.target).partition(".")  # namespace.op.overload
+    return rounds or name.partition(".")[0] in _CURVES
 
 
 def _combined(positions: Sequence[Node]) -> list[float]:
