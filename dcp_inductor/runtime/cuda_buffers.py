@@ -39,52 +39,41 @@ def create(
         hidden_peers: :func:`symm_mem.hides_peers` of the ranks' facts.
         multicast: use it where all ranks have it.
     """
+
+    def make() -> list[symm_mem.SymmetricBuffer] | Refusal:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins on the first one
+        problem, tensors, buffers = "", [], []
+        try:
+            for _ in range(count):
+                tensors.append(symm_mem.allocate(nbytes, device))
+        except RuntimeError as error:
+            problem = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
+        refusal = _first_problem(session, problem)
+        if refusal:
+            return refusal
+        try:
+            for tensor in tensors:
+                buffers.append(symm_mem.SymmetricBuffer(tensor, group, hidden_peers))
+        except RuntimeError as error:
+            problem = f"cannot share memory with the peers: {error}"
+        refusal = _first_problem(session, problem)
+        if refusal:
+            return refusal
+        for buffer in buffers:
+            refusal = _try_out(session, group.rank(), group.size(), buffer)
+            if refusal:
+                return refusal
+        if multicast:
+            symm_mem.share_multicast(session, buffers)
+        return buffers
+
     # Torch keeps the addresses in device memory of its allocator. During the warm-up of
     # a CUDA graph of Inductor's, what this thread allocates is the graph's, which may
     # keep nothing beyond its outputs. A thread of its own allocates outside of it.
     own = contextvars.copy_context()
     with ThreadPoolExecutor(1, "dcp_inductor_buffers") as thread:
-        return thread.submit(
-            own.run, _create, session, group, device, count, nbytes, hidden_peers,
-            multicast,
-        ).result()  # fmt: skip
-
-
-def _create(
-    session: rendezvous.Session,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    count: int,
-    nbytes: int,
-    hidden_peers: bool,
-    multicast: bool,
-) -> list[symm_mem.SymmetricBuffer] | Refusal:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread begins on the first one
-    problem, tensors, buffers = "", [], []
-    try:
-        for _ in range(count):
-            tensors.append(symm_mem.allocate(nbytes, device))
-    except RuntimeError as error:
-        problem = f"cannot allocate {nbytes} bytes of symmetric memory: {error}"
-    refusal = _first_problem(session, problem)
-    if refusal:
-        return refusal
-    try:
-        for tensor in tensors:
-            buffers.append(symm_mem.SymmetricBuffer(tensor, group, hidden_peers))
-    except RuntimeError as error:
-        problem = f"cannot share memory with the peers: {error}"
-    refusal = _first_problem(session, problem)
-    if refusal:
-        return refusal
-    for buffer in buffers:
-        refusal = _try_out(session, group.rank(), group.size(), buffer)
-        if refusal:
-            return refusal
-    if multicast:
-        symm_mem.share_multicast(session, buffers)
-    return buffers
+        return thread.submit(own.run, make).result()
 
 
 def _try_out(

@@ -145,7 +145,6 @@ def _set_up(group: dist.ProcessGroup, device: torch.device) -> GroupMemory | Ref
             memory = _join(group, device)
             _groups[group] = memory
             if isinstance(memory, GroupMemory):
-                ubatch.hold(len(memory.workspaces))
                 _held.append(memory)
                 log.debug("group '%s': symmetric memory", group.group_name)
     return memory

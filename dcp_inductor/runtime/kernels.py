@@ -202,9 +202,8 @@ def _take_turns(group_name: str) -> bool:
     """Whether threads may come with collectives of the group; alike on all ranks."""
     if ubatch.is_inside() or config.read("num_ubatches") > 1:
         return True
-    return ubatch.most_held() > 1 and 1 < max(
-        registry.num_ubatches(group_name), cuda_registry.num_ubatches(group_name)
-    )
+    held = registry.num_ubatches(group_name), cuda_registry.num_ubatches(group_name)
+    return max(held) > 1
 
 
 def _agree_on_no_rows(

@@ -132,8 +132,6 @@ def _set_up(
             members = (
                 joined if isinstance(joined, Refusal) else _workspaces(group, joined)
             )
-            if isinstance(members, list):
-                ubatch.hold(len(members))
             _groups[group] = members
     return members
 

@@ -13,7 +13,6 @@ class _State(threading.local):
 
 
 _state = _State()
-_most_held = 0
 
 
 def current() -> int:
@@ -24,17 +23,6 @@ def current() -> int:
 def is_inside() -> bool:
     """Whether this thread is within :func:`ubatch`."""
     return _state.inside
-
-
-def hold(number: int) -> None:
-    """Note that a group was set up for ``number`` micro-batches."""
-    global _most_held
-    _most_held = max(_most_held, number)
-
-
-def most_held() -> int:
-    """The most micro-batches that a group of this process was ever set up for."""
-    return _most_held
 
 
 @contextmanager
