@@ -58,8 +58,13 @@ def after(call: Callable[..., Any], error: type[BaseException]) -> Callable[...,
     return broken
 
 
-def refused_after(break_off: Callable[[], None]) -> Callable[[int, int], None]:
-    """Rank 0 breaks one call off; it may then make no other, nor may its peers."""
+def refused_after(
+    break_off: Callable[[], None], needs_peer: bool = False
+) -> Callable[[int, int], None]:
+    """Rank 0 breaks one call off; it may then make no other, nor may its peers.
+
+    ``needs_peer``: it is broken off when the peer has come, who else comes late.
+    """
 
     def run(rank: int, size: int) -> None:
         gathered(0.0)
@@ -72,7 +77,7 @@ def refused_after(break_off: Callable[[], None]) -> Callable[[int, int], None]:
                     gathered(1.0)
             dist.barrier()
         else:
-            if not getattr(break_off, "needs_peer", False):
+            if not needs_peer:
                 time.sleep(1.0)
             # Rank 0 had sent its rows, so this call is whole; the next is not.
             assert gathered(7.0) == [6.0, 7.0]
@@ -101,9 +106,6 @@ def when_done() -> None:
         gathered(6.0)
 
 
-when_done.needs_peer = True  # type: ignore[attr-defined]
-
-
 def twice() -> None:
     """Another signal comes before the first has been dealt with."""
     with alarm(0.03), mock.patch.object(Workspace, "mark_dead", side_effect=interrupt):
@@ -119,7 +121,7 @@ def break_off_late(rank: int, size: int) -> None:
 
 
 def break_off_when_done(rank: int, size: int) -> None:
-    refused_after(when_done)(rank, size)
+    refused_after(when_done, needs_peer=True)(rank, size)
 
 
 def break_off_twice(rank: int, size: int) -> None:
