@@ -10,8 +10,8 @@
 // Deadlock. The blocks of a launch are co-resident (the launcher bounds the grid), each visits its
 // work in rising order, and whatever it waits for was published by a peer ahead of that peer's
 // waits for later work. This counts on room for the whole grid: a kernel of somebody else that
-// holds a part of the chip and waits for other ranks itself can keep blocks away for good. Work
-// drawn by ticket would need one resident block only.
+// holds more of the chip than the launcher spares, and waits for other ranks itself, can keep
+// blocks away for good. Work drawn by ticket would need one resident block only.
 #pragma once
 
 #include "params.h"

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from dcp_inductor import config, ops, reference
 from dcp_inductor.backend import dcp_inductor as backend
+from dcp_inductor.bench.variants import one_kernel_for_all
 from dcp_inductor.errors import DCPTimeoutError
 from dcp_inductor.runtime import cuda_registry
 from tests.cuda import worlds
@@ -91,6 +92,55 @@ def skewed(rank: int, size: int, replays: int) -> tuple[int, int]:
 def test_ten_thousand_replays_with_skew_are_right() -> None:
     for wrong in worlds.run(world_size(), skewed, 10_000, limit_s=300):
         assert wrong == (0, 0)
+
+
+def beside_nccl(rank: int, size: int, rounds: int) -> int:
+    """Exchanges that fill the chip, and an all-reduce that some ranks start first."""
+    group = nccl_group(size)
+    name = group.group_name
+    tokens, heads, dim = 256, 128, 512
+    side = torch.cuda.Stream()
+    partial = torch.empty(tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
+    lse = torch.zeros(tokens, heads, device="cuda")
+    ones = torch.ones(16 << 20, device="cuda")
+    mean = (size - 1) / 2
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def exchange(value: int) -> None:
+        partial.fill_(rank + value)
+        merged = ops.a2a_lse_reduce(partial, lse, TOKEN, name)[0]
+        wrong.add_(merged.ne(mean + value).sum())
+        whole = ops.q_gather(partial[:, : heads // size], TOKEN, name)[0]
+        ranks = whole.view(tokens, size, -1) - value
+        wrong.add_(ranks.ne(torch.arange(size, device="cuda")[:, None]).sum())
+
+    def reduce(value: int) -> None:
+        with torch.cuda.stream(side):
+            total = value * ones
+            dist.all_reduce(total, group=group)
+            wrong.add_(total.ne(size * value).sum())
+
+    for kernels in "packets", "slices":
+        with one_kernel_for_all(kernels):
+            exchange(0)  # CUDA loads kernels at their first launch, when nothing waits
+            reduce(1)
+            torch.cuda.synchronize()
+            for i in range(1, rounds + 1):
+                steps = [exchange, reduce]
+                if (rank + i) % 2:
+                    steps.reverse()
+                dist.barrier()
+                steps[0](i)
+                time.sleep(0.003)  # it is on the chip
+                steps[1](i)
+                torch.cuda.synchronize()
+                cuda_registry.check()
+    assert not fallbacks(), fallbacks()
+    return int(wrong.item())
+
+
+def test_collectives_may_overlap_with_exchanges() -> None:
+    assert not any(worlds.run(world_size(), beside_nccl, 20, limit_s=300))
 
 
 def example_model(rank: int, size: int) -> tuple[float, float, int]:
