@@ -56,11 +56,6 @@ num_ubatches: int = 1
 # kernels of others that are launched so and read before they wait.
 launch_overlap: bool = True
 
-# Multiprocessors of a GPU, half of them at most, that exchanges leave to kernels of
-# other streams. Fewer than those need, while they wait for their peers, and the two can
-# keep each other off the chip. Default: at least the channels that NCCL uses in a host.
-spare_multiprocessors: int = 32
-
 # Bytes of a rank's partial output up to which the merge on GPUs goes by marked words,
 # and by tiles above. Default: all that was measured over NVLink (docs/benchmarks.md).
 marked_bytes: int = 32 << 20
@@ -83,11 +78,9 @@ _MOST: dict[str, int] = {
     "max_tokens": (1 << 31) - 1,
     "timeout_s": 10**9,
     "num_ubatches": 64,
-    "spare_multiprocessors": 1024,
     "marked_bytes": 1 << 48,
     "packet_bytes": 1 << 48,
 }
-_MAY_BE_ZERO = ("spare_multiprocessors",)
 _this: Any = sys.modules[__name__]
 _arguments: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
     "dcp_inductor_arguments", default=types.MappingProxyType({})
@@ -142,11 +135,10 @@ def check(name: str, value: Any, called: str = "") -> Any:
         wanted, fits = f"one of {', '.join(map(repr, _MODES))}", value in _MODES
     else:
         number = int if kind is int else (int, float)
-        most, zero = _MOST[name], name in _MAY_BE_ZERO
-        sign = "non-negative" if zero else "positive"
-        wanted = f"a {sign} {'integer' if kind is int else 'number'} up to {most}"
+        most = _MOST[name]
+        wanted = f"a positive {'integer' if kind is int else 'number'} up to {most}"
         fits = isinstance(value, number) and not isinstance(value, bool)
-        fits = fits and (0 < value <= most or (zero and value == 0))
+        fits = fits and 0 < value <= most
     if not fits:
         called = called or f"dcp_inductor.config.{name}"
         raise ValueError(f"{called}: expected {wanted}, got {value!r}")

@@ -72,10 +72,11 @@ __global__ void __launch_bounds__(256) combine_kernel(const __grid_constant__ Co
 
 template <int kRanks>
 void launch_with(const CombineParams& p, uint32_t share, uint32_t warps, cudaStream_t stream) {
-  Room room;
-  find_room(reinterpret_cast<const void*>(combine_kernel<kRanks>), warps * 32, share, 0, 0, &room);
+  uint32_t resident = 0;
+  resident_blocks(reinterpret_cast<const void*>(combine_kernel<kRanks>), warps * 32, share,
+                  &resident);
   uint32_t blocks = (p.num_items + warps - 1) / warps;
-  if (blocks > room.blocks) blocks = room.blocks;
+  if (blocks > resident) blocks = resident;
   epoch_kernel<<<1, 1, 0, stream>>>(p);
   push_kernel<kRanks><<<blocks, warps * 32, 0, stream>>>(p);
   signal_kernel<<<1, 32, 0, stream>>>(p);

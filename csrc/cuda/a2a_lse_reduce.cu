@@ -64,24 +64,27 @@ cudaError_t launch_a2a_lse_reduce(const CombineParams& p, const CombineLaunch& l
     const uint32_t share = launch.share == 0 ? 1 : launch.share;
     warps = p.num_items * share <= 512 ? 4 : 8;
   }
-  Room room;
-  const cudaError_t error = find_room(reinterpret_cast<const void*>(kernel), warps * 32,
-                                      launch.share, launch.spare, launch.max_blocks, &room);
+  uint32_t resident = 0;
+  const cudaError_t error =
+      resident_blocks(reinterpret_cast<const void*>(kernel), warps * 32, launch.share, &resident);
   if (error != cudaSuccess) return error;
+  const uint32_t half = resident / 2;
+  if (launch.max_blocks != 0 && launch.max_blocks < resident) resident = launch.max_blocks;
+  if (resident < 2) return cudaErrorCooperativeLaunchTooLarge;
   uint32_t lse_items = 0;
   if (p.full_lse_output != nullptr) lse_items = p.num_tokens * ceil_div(p.num_heads, 32);
   const uint32_t items = p.num_items > lse_items ? p.num_items : lse_items;
   uint32_t blocks =
       ceil_div(items, launch.kernel == CombineKernel::kTiled ? kTileUnits : warps) + 1;
   if (blocks < 2) blocks = 2;
-  if (blocks > room.blocks) blocks = room.blocks;
+  if (blocks > resident) blocks = resident;
   cudaLaunchAttribute attribute;
   cudaLaunchConfig_t config;
   const cudaError_t configured =
       launch_config(blocks, warps * 32, stream, launch.overlap_launch, &attribute, &config);
   if (configured != cudaSuccess) return configured;
   CombineParams launched = p;
-  launched.channel.invites_next = launch.invite_next && blocks <= room.early;
+  launched.channel.invites_next = launch.invite_next && blocks <= half;
   return cudaLaunchKernelEx(&config, kernel, launched);
 }
 

@@ -50,12 +50,15 @@ cudaError_t launch_gather(const GatherParams& p, const GatherLaunch& launch, cud
   } else {
     wanted = ceil_div(p.num_chunks, p.slice_chunks) + 1;
   }
-  Room room;
-  const cudaError_t error = find_room(reinterpret_cast<const void*>(kernel), threads, launch.share,
-                                      launch.spare, launch.max_blocks, &room);
+  uint32_t resident = 0;
+  const cudaError_t error =
+      resident_blocks(reinterpret_cast<const void*>(kernel), threads, launch.share, &resident);
   if (error != cudaSuccess) return error;
+  const uint32_t half = resident / 2;
+  if (launch.max_blocks != 0 && launch.max_blocks < resident) resident = launch.max_blocks;
+  if (resident < 2) return cudaErrorCooperativeLaunchTooLarge;
   if (wanted < 2) wanted = 2;
-  const uint32_t blocks = wanted < room.blocks ? wanted : room.blocks;
+  const uint32_t blocks = wanted < resident ? wanted : resident;
   cudaLaunchAttribute attribute;
   cudaLaunchConfig_t config;
   const cudaError_t configured =
@@ -65,7 +68,7 @@ cudaError_t launch_gather(const GatherParams& p, const GatherLaunch& launch, cud
   const uint32_t regions = p.output == nullptr ? 1 : p.channel.world_size;
   launched.data_slot = regions * p.data_capacity;
   launched.flag_slot = p.channel.world_size * p.flag_capacity * 8;
-  launched.channel.invites_next = launch.invite_next && blocks <= room.early;
+  launched.channel.invites_next = launch.invite_next && blocks <= half;
   return cudaLaunchKernelEx(&config, kernel, launched);
 }
 

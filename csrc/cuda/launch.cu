@@ -159,7 +159,6 @@ void symm_a2a_lse_reduce(const Tensor& partial_output, const Tensor& partial_lse
   launch.kernel = static_cast<dcp::CombineKernel>(t.kernel);
   launch.payload = dtype_of(partial_output);
   launch.share = static_cast<uint32_t>(t.channel.share);
-  launch.spare = static_cast<uint32_t>(t.channel.spare);
   launch.overlap_launch = t.channel.overlap != 0;
   launch.invite_next = launch.overlap_launch && launch.share <= 1;
   const auto element = static_cast<int64_t>(partial_output.element_size());
@@ -268,7 +267,6 @@ void symm_gather(const Tensor& input, const Tensor& output, const Tensor& table)
   dcp::GatherLaunch launch;
   launch.kernel = static_cast<dcp::GatherKernel>(t.kernel);
   launch.share = static_cast<uint32_t>(t.channel.share);
-  launch.spare = static_cast<uint32_t>(t.channel.spare);
   launch.overlap_launch = t.channel.overlap != 0;
   launch.invite_next = launch.overlap_launch && launch.share <= 1;
   const bool packets = launch.kernel == dcp::GatherKernel::kPackets;

@@ -10,13 +10,11 @@ namespace dcp {
 enum class CombineKernel : int32_t { kLamport = 0, kTiled = 1 };
 
 // `share`: how many such launches must be able to run on this GPU at the same time (ranks that
-// share it, micro-batches). `spare`: multiprocessors that they leave to kernels of others that wait
-// for other ranks too, half of them at most. Zero in the others means "choose".
+// share it, micro-batches). Zero in the others means "choose".
 struct CombineLaunch {
   CombineKernel kernel = CombineKernel::kLamport;
   Dtype payload = Dtype::kBFloat16;
   uint32_t share = 1;
-  uint32_t spare = 0;
   uint32_t warps_per_block = 0;
   uint32_t chunks_per_lane = 0;
   uint32_t max_blocks = 0;
@@ -41,7 +39,6 @@ enum class GatherKernel : int32_t { kPackets = 0, kSlices = 1 };
 struct GatherLaunch {
   GatherKernel kernel = GatherKernel::kSlices;
   uint32_t share = 1;
-  uint32_t spare = 0;
   uint32_t max_blocks = 0;
   bool overlap_launch = true;  // as for the combine
   bool invite_next = false;
@@ -51,14 +48,8 @@ void plan_slices(GatherParams& params);
 cudaError_t launch_gather(const GatherParams& params, const GatherLaunch& launch,
                           cudaStream_t stream);
 
-// Blocks of one launch of a kernel on the current device.
-struct Room {
-  uint32_t blocks = 0;  // that are resident together, whatever `share` and `spare` stand for
-  uint32_t early = 0;   // at most, for the next launch to find room beside them
-};
-// Fails where not even two blocks fit, or `max_blocks`, unless that is 0, allows fewer.
-cudaError_t find_room(const void* kernel, uint32_t threads, uint32_t share, uint32_t spare,
-                      uint32_t max_blocks, Room* room);
+// Blocks of `kernel` that fit on the current device at once: all but one, or one of `share` parts.
+cudaError_t resident_blocks(const void* kernel, uint32_t threads, uint32_t share, uint32_t* blocks);
 
 // Grid, stream and, where asked for and known to the device, programmatic serialisation.
 // `attribute` must outlive the launch.

@@ -9,17 +9,10 @@
 
 namespace dcp {
 
-namespace {
-
-struct Residency {
-  uint32_t per_multiprocessor;
-  uint32_t multiprocessors;
-};
-
-// Of a kernel on the current device; asked for once.
-cudaError_t residency_of(const void* kernel, uint32_t threads, Residency* residency) {
+cudaError_t resident_blocks(const void* kernel, uint32_t threads, uint32_t share,
+                            uint32_t* blocks) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, const void*, uint32_t>, Residency> known;
+  static std::map<std::tuple<int, const void*, uint32_t>, uint32_t> known;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
@@ -27,36 +20,17 @@ cudaError_t residency_of(const void* kernel, uint32_t threads, Residency* reside
   const auto key = std::make_tuple(device, kernel, threads);
   auto found = known.find(key);
   if (found == known.end()) {
-    int blocks = 0, multiprocessors = 0;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel,
+    int per_multiprocessor = 0, multiprocessors = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel,
                                                           static_cast<int>(threads), 0);
     if (error != cudaSuccess) return error;
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    found = known
-                .emplace(key, Residency{static_cast<uint32_t>(blocks),
-                                        static_cast<uint32_t>(multiprocessors)})
-                .first;
+    found = known.emplace(key, per_multiprocessor * multiprocessors).first;
   }
-  *residency = found->second;
+  // Room for one more is left to an exchange of another group: see sync.cuh, "Deadlock".
+  *blocks = share <= 1 ? found->second - 1 : found->second / share;
   return cudaSuccess;
-}
-
-}  // namespace
-
-cudaError_t find_room(const void* kernel, uint32_t threads, uint32_t share, uint32_t spare,
-                      uint32_t max_blocks, Room* room) {
-  Residency r{};
-  const cudaError_t error = residency_of(kernel, threads, &r);
-  if (error != cudaSuccess) return error;
-  if (share == 0) share = 1;
-  if (spare > r.multiprocessors / 2) spare = r.multiprocessors / 2;
-  room->blocks = r.per_multiprocessor * (r.multiprocessors - spare) / share;
-  // What is spared counts here: a launch that was let in early waits for the one ahead of it, all
-  // of which is on the chip by then, so it keeps nobody away that anybody waits for.
-  room->early = r.per_multiprocessor * r.multiprocessors / share / 2;
-  if (max_blocks != 0 && max_blocks < room->blocks) room->blocks = max_blocks;
-  return room->blocks < 2 ? cudaErrorCooperativeLaunchTooLarge : cudaSuccess;
 }
 
 cudaError_t launch_config(uint32_t blocks, uint32_t threads, cudaStream_t stream, bool overlap,

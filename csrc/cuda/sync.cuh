@@ -9,9 +9,12 @@
 //
 // Deadlock. The blocks of a launch are co-resident (the launcher bounds the grid), each visits its
 // work in rising order, and whatever it waits for was published by a peer ahead of that peer's
-// waits for later work. This counts on room for the whole grid: a kernel of somebody else that
-// holds more of the chip than the launcher spares, and waits for other ranks itself, can keep
-// blocks away for good. Work drawn by ticket would need one resident block only.
+// waits for later work. Where something else holds a part of the chip and waits for other ranks
+// itself (a collective on another stream, an exchange of another group), fewer blocks are resident.
+// With equal grids on all ranks that is enough as long as it is one: every kernel gives block b
+// work that depends on block b of the peers alone, and blocks come onto the chip in rising order
+// (as they do; CUDA does not promise it). So the first block that some rank has not finished is
+// resident wherever there is room for one, and the launcher leaves that much to the next kernel.
 #pragma once
 
 #include "params.h"

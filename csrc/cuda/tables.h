@@ -7,7 +7,7 @@
 
 namespace dcp {
 
-constexpr int64_t kCudaProtocol = 7;
+constexpr int64_t kCudaProtocol = 6;
 
 struct ChannelTable {
   int64_t world_size;
@@ -16,7 +16,6 @@ struct ChannelTable {
   int64_t signature;
   int64_t site;
   int64_t share;      // launches that must be able to run on this GPU at the same time
-  int64_t spare;      // multiprocessors that are left to kernels of others
   int64_t overlap;    // whether launches may overlap
   int64_t fault;      // address of the fault record
   int64_t multicast;  // address of the payload of all ranks at once, or 0

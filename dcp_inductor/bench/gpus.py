@@ -223,8 +223,7 @@ class _Bench:
         for name, call in calls.items():
             problem = ""
             try:
-                with variants.one_kernel_for_all(name):
-                    call()
+                call()
                 torch.cuda.synchronize()
                 graphs[name] = replays.both(call)
                 for captured in graphs[name]:

@@ -137,12 +137,15 @@ class Exchanges:
 
 @contextlib.contextmanager
 def one_kernel_for_all(name: str) -> Iterator[None]:
-    """Plan exchanges with kernel ``name`` whatever their size: finds the crossover."""
+    """Let every exchange within take the kernel ``name`` (or, of the other op, the one
+    for as few or many rows) whatever its size: finds the crossover.
+    """
     bound = _EVERY_SIZE if name in ("marked", "packets") else 1
     with config.patch(marked_bytes=bound, packet_bytes=bound):
         yield
 
 
 def _first(op: Callable[..., Any], *arguments: Any) -> Tensor:
-    # The last one names the kernel. As the site of the call it gets a plan of its own.
-    return op(*arguments[:-1], site=arguments[-1])[0]
+    # The last one names the kernel, and the site.
+    with one_kernel_for_all(arguments[-1]):
+        return op(*arguments[:-1], site=arguments[-1])[0]

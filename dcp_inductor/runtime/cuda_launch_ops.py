@@ -11,7 +11,7 @@ import torch
 
 from dcp_inductor import ops  # noqa: F401  (declares the library that this file adds to)
 
-PROTOCOL = 7
+PROTOCOL = 6
 
 _LIBRARY = torch.library.Library("dcp_inductor", "FRAGMENT")
 

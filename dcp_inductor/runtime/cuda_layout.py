@@ -190,13 +190,12 @@ def channel_words(
     peers: list[int],
     multicast: int = 0,
     overlap: bool = True,
-    spare: int = 0,
 ) -> list[int]:
     """The words of a ``ChannelTable``."""
     padding = [0] * (MAX_RANKS - len(peers))
     return [
-        len(peers), rank, timeout_ns, signature, site, share, spare, int(overlap),
-        fault, multicast,
+        len(peers), rank, timeout_ns, signature, site, share, int(overlap), fault,
+        multicast,
         *headers, *padding, *peers, *padding,
     ]  # fmt: skip
 

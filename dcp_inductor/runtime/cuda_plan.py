@@ -16,7 +16,6 @@ from dcp_inductor.runtime.signature import Signature
 CHUNK_BYTES = 16
 _SETTINGS = (
     "max_tokens", "marked_bytes", "packet_bytes", "timeout_s", "launch_overlap",
-    "spare_multiprocessors",
 )  # fmt: skip
 _MAX_PIECES = 1 << 31  # the kernels divide numbers below
 
@@ -83,6 +82,5 @@ def launch_table(
         memory.rank, int(config.timeout_s * 1e9), checksum, memory.site_id(call.site),
         memory.num_ubatches, workspace.fault_address, workspace.control.addresses,
         arena.addresses, arena.multicast, config.launch_overlap,
-        config.spare_multiprocessors,
     )  # fmt: skip
     return torch.tensor(channel + words, dtype=torch.int64)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch._dynamo.utils import counters
 
 from dcp_inductor import config, ops, reference
 from dcp_inductor.backend import dcp_inductor as backend
-from dcp_inductor.bench.variants import one_kernel_for_all
 from dcp_inductor.errors import DCPTimeoutError
 from dcp_inductor.runtime import cuda_registry
 from tests.cuda import worlds
@@ -94,53 +94,67 @@ def test_ten_thousand_replays_with_skew_are_right() -> None:
         assert wrong == (0, 0)
 
 
-def beside_nccl(rank: int, size: int, rounds: int) -> int:
-    """Exchanges that fill the chip, and an all-reduce that some ranks start first."""
-    group = nccl_group(size)
-    name = group.group_name
+def full_exchanges(
+    rank: int, size: int, name: str, wrong: torch.Tensor
+) -> Callable[[int], None]:
+    """A merge and a gather that fill the chip, checked on the device."""
     tokens, heads, dim = 256, 128, 512
-    side = torch.cuda.Stream()
     partial = torch.empty(tokens, heads, dim, device="cuda", dtype=torch.bfloat16)
     lse = torch.zeros(tokens, heads, device="cuda")
-    ones = torch.ones(16 << 20, device="cuda")
-    mean = (size - 1) / 2
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    ranks = torch.arange(size, device="cuda")[:, None]
 
     def exchange(value: int) -> None:
         partial.fill_(rank + value)
         merged = ops.a2a_lse_reduce(partial, lse, TOKEN, name)[0]
-        wrong.add_(merged.ne(mean + value).sum())
+        wrong.add_(merged.ne((size - 1) / 2 + value).sum())
         whole = ops.q_gather(partial[:, : heads // size], TOKEN, name)[0]
-        ranks = whole.view(tokens, size, -1) - value
-        wrong.add_(ranks.ne(torch.arange(size, device="cuda")[:, None]).sum())
+        wrong.add_(whole.view(tokens, size, -1).ne(ranks + value).sum())
 
-    def reduce(value: int) -> None:
+    return exchange
+
+
+def overlapping(rank: int, size: int, with_nccl: bool, rounds: int) -> int:
+    """Exchanges beside something on another stream that half of the ranks start first;
+    counts what is wrong.
+    """
+    group = nccl_group(size)
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")  # a count for each stream
+    exchange = full_exchanges(rank, size, group.group_name, wrong[0])
+    side = torch.cuda.Stream()
+    ones = torch.ones(16 << 20, device="cuda")
+    others = dist.new_group(list(range(size)))
+    of_others = full_exchanges(rank, size, others.group_name, wrong[1])
+
+    def beside(value: int) -> None:
         with torch.cuda.stream(side):
+            if not with_nccl:
+                of_others(value)
+                return
             total = value * ones
             dist.all_reduce(total, group=group)
-            wrong.add_(total.ne(size * value).sum())
+            wrong[1].add_(total.ne(size * value).sum())
 
-    for kernels in "packets", "slices":
-        with one_kernel_for_all(kernels):
-            exchange(0)  # CUDA loads kernels at their first launch, when nothing waits
-            reduce(1)
-            torch.cuda.synchronize()
+    for marked_bytes in 32 << 20, 1:  # by marked words, then by tiles
+        with config.patch(marked_bytes=marked_bytes):
+            for step in exchange, beside:
+                step(1)  # CUDA loads kernels at their first launch, when nothing waits
+                torch.cuda.synchronize()
             for i in range(1, rounds + 1):
-                steps = [exchange, reduce]
-                if (rank + i) % 2:
-                    steps.reverse()
                 dist.barrier()
-                steps[0](i)
-                time.sleep(0.003)  # it is on the chip
-                steps[1](i)
+                for step in (
+                    (exchange, beside) if (rank + i) % 2 else (beside, exchange)
+                ):
+                    step(i)
+                    time.sleep(0.003)  # it is on the chip
                 torch.cuda.synchronize()
                 cuda_registry.check()
     assert not fallbacks(), fallbacks()
-    return int(wrong.item())
+    return int(wrong.sum().item())
 
 
-def test_collectives_may_overlap_with_exchanges() -> None:
-    assert not any(worlds.run(world_size(), beside_nccl, 20, limit_s=300))
+@pytest.mark.parametrize("with_nccl", [True, False])
+def test_what_waits_on_another_stream_may_overlap(with_nccl: bool) -> None:
+    assert not any(worlds.run(world_size(), overlapping, with_nccl, 20, limit_s=300))
 
 
 def example_model(rank: int, size: int) -> tuple[float, float, int]:
