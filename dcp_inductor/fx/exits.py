@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -34,8 +35,9 @@ class Values:
             value: object = self._values.get(node)
             known = None
             if isinstance(value, Tensor) and value.is_floating_point():
-                value = value.double()
-                known = Summed(value) if bool(value.isfinite().all()) else None
+                known = Summed(value.double())
+                # One element that is not finite makes the sum so.
+                known = known if math.isfinite(known.total) else None
             self._known[node] = known
         return self._known[node]
 

@@ -7,6 +7,7 @@ result.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Summed:
         self.tensor = tensor
         self.numel = tensor.numel()
         self._windows: dict[tuple[int, int], list[float]] = {}
+        self._parts: dict[int, list[float]] = {}
 
     @cached_property
     def total(self) -> float:
@@ -80,17 +82,27 @@ class Summed:
         return float(self.tensor.sum())
 
     @cached_property
-    def size(self) -> tuple[float, float]:
-        """Length of a random walk whose steps are the elements, and of a straight
-        one.
-        """
-        walk = float(self.tensor.square().mean().sqrt()) * self.numel**0.5
-        return walk, float(self.tensor.abs().sum())
+    def norm(self) -> float:
+        """Length of a random walk whose steps are the elements."""
+        return float(torch.linalg.vector_norm(self.tensor))
 
     @cached_property
     def ordered(self) -> Tensor:
         """The elements by size, where their places are not known."""
         return self.tensor.flatten().sort()[0]
+
+    def parts(self, numel: int) -> list[float]:
+        """Sums of all parts of this many elements, in rising order."""
+        known = self._parts.get(numel)
+        if known is None:
+            known = [self.total] if numel == self.numel else []
+            for dim, size in enumerate(self.tensor.shape if not known else ()):
+                length, rest = divmod(numel * size, self.numel)
+                if not rest and 0 < length < size:
+                    known += self.windows(dim, length)
+            known.sort()
+            self._parts[numel] = known
+        return known
 
     def windows(self, dim: int, length: int) -> list[float]:
         """Sums of all parts of this length along a dim, by where they start."""
@@ -130,9 +142,17 @@ def find_layout(
     wholes = whole if isinstance(whole, Summed) else Summed(whole)
     if values.numel == 0 or values.numel > wholes.numel:
         return None
+    # Most values are no part of anything, which their sums tell.
+    sums = wholes.parts(values.numel)
+    if not sums:
+        return None
+    slack = _slack(values, eps)
+    first = bisect.bisect_left(sums, values.total - slack)
+    if first == len(sums) or sums[first] > values.total + slack:
+        return None
     value, whole = values.tensor, wholes.tensor
     head = value.reshape(-1)[:_HEAD]
-    for dim, start, length in _parts(values, wholes, world_size, rank, eps):
+    for dim, start, length in _parts(values, wholes, world_size, rank, slack):
         part = Layout(dim, start, length, ()).part(whole, world_size, rank)
         dims = [d for d in range(part.dim()) if part.shape[d] != 1]
         for order in itertools.permutations(dims):
@@ -145,18 +165,24 @@ def find_layout(
     return None
 
 
+def _slack(value: Summed, eps: float) -> float:
+    """What the sums of equal tensors may differ by.
+
+    Rounding errors add up like steps of a random walk; eight times that, and a little
+    of the most that a straight walk can come to, as ``equal`` decides anyway.
+    """
+    walk = value.norm
+    return 8 * max(eps, 1e-6) * (walk + 1e-3) + 1e-6 * value.numel**0.5 * walk
+
+
 def _parts(
-    value: Summed, whole: Summed, world_size: int, rank: int, eps: float
+    value: Summed, whole: Summed, world_size: int, rank: int, slack: float
 ) -> Iterator[tuple[int | None, int | None, int | None]]:
     """Parts of the whole with as many elements and the same sum, the even share first.
 
     The sum does not depend on the order of dims, so it spares nearly all permutations.
     """
     total = value.total
-    # Rounding errors add up like steps of a random walk; eight times that, as ``equal``
-    # decides anyway.
-    walk, straight = value.size
-    slack = 8 * max(eps, 1e-6) * (walk + 1e-3) + 1e-6 * straight
     if value.numel == whole.numel:
         if abs(whole.total - total) <= slack:
             yield None, None, None

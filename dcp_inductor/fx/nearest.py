@@ -80,7 +80,7 @@ def _factor(value: Summed, part: Summed, equal: Equal) -> float | None:
     """What the elements of the part are multiplied by to give those of the value."""
     if value.numel < _FEW:
         return None
-    size = value.size[0] / part.size[0] if part.size[0] else 0.0
+    size = value.norm / part.norm if part.norm else 0.0
     if not 0.0 < size < math.inf:
         return None
     if equal(value.ordered / size, part.ordered):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection
 
 import torch
@@ -76,7 +77,7 @@ def find_merges(graph: Graph, unread: Collection[Node] = ()) -> list[Candidate]:
     index = GraphIndex(graph, unread)
     claimed: set[Node] = set()
     tried: dict[str, set[Node]] = {}
-    spent: dict[Node, int] = {}
+    spent: Counter[Node] = Counter()
     proven: list[Candidate] = []
     missed: list[Candidate] = []
     for collective in index.collectives:
@@ -92,8 +93,8 @@ def find_merges(graph: Graph, unread: Collection[Node] = ()) -> list[Candidate]:
             (missed if candidate.site is None else proven).append(candidate)
     near: list[Candidate] = []
     for candidate in missed:
-        if candidate.collectives & claimed:
-            spent[next(iter(candidate.collectives & claimed))] += candidate.trials
+        if shared := candidate.collectives & claimed:
+            spent[min(shared, key=index.order.__getitem__)] += candidate.trials
         else:
             near.append(candidate)
     found = [*proven, *join(near, index.order)]

@@ -17,6 +17,8 @@ from dcp_inductor.fx.report import SiteReport
 from dcp_inductor.fx.structure import Memo
 from tests.formulations import spelling as sp
 from tests.formulations.cases import Context
+from tests.formulations.recipes import REGISTRY
+from tests.formulations.tracing import DYNAMIC, STATIC
 from tests.fx.sketch import HEADS_PER_RANK, Model, Rewritten, passed
 
 LATENT, ROPE, HIDDEN = 6, 2, 10
@@ -101,6 +103,28 @@ def test_trials_in_the_report_are_all_that_were_made(weights: Weights, runs) -> 
     row = merge_of(passed(layer(weights), layer_inputs()))
     assert row.decision == ("rewritten" if weights is own else "rejected")
     assert row.trials == len(runs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["FC-27", "FC-38", "FC-41"])
+def test_a_merge_takes_over_the_trials_of_its_near_misses(
+    name: str, dynamic: bool, runs
+) -> None:
+    """The softmax of attention looks like a merge by maximum and sum as well, from each
+    of the collectives that the merge has.
+    """
+    case = REGISTRY[name]
+
+    def model(ctx: Context, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = torch.einsum("thd,sd->ths", query, key)
+        output = torch.einsum("ths,sd->thd", scores.softmax(-1), value)
+        return case.fn(ctx, output, scores.logsumexp(-1))
+
+    heads = 2 * HEADS_PER_RANK
+    tensors = [torch.zeros(5, heads, LATENT), *[torch.zeros(7, LATENT)] * 2]
+    row = merge_of(passed(model, tensors, form=DYNAMIC if dynamic else STATIC))
+    assert row.decision == "rewritten"
+    assert row.trials == len(runs) > 0
 
 
 @pytest.mark.parametrize("weights", [clamped, halved, undivided])
