@@ -150,12 +150,16 @@ def _trial(
     rank: int,
     draw: Draw,
 ) -> _Trial | Refuted:
+    free = free_symbols((source, *region.nodes))
     for stretch in (1, world_size):
-        sizes = [size + draw.beyond for size in _SIZES]
+        # One for each symbol, so that none can stand for another unseen.
+        most = max(_SIZES) + 1
+        sizes = [*_SIZES, *range(most, most + len(free) - len(_SIZES))]
         symbols = Symbols(
             {
-                symbol: stretch * sizes[(position + draw.seed) % len(sizes)]
-                for position, symbol in enumerate(free_symbols((source, *region.nodes)))
+                symbol: stretch
+                * (sizes[(position + draw.seed) % len(sizes)] + draw.beyond)
+                for position, symbol in enumerate(free)
             }
         )
         try:

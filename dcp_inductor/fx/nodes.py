@@ -225,11 +225,18 @@ def step_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def free_symbols(nodes: Iterable[Node]) -> list[sympy.Symbol]:
-    """Size symbols of the nodes' results, in a stable order."""
+    """Symbols in the sizes of the nodes' results and in numbers that they read, in a
+    stable order.
+    """
     found: dict[sympy.Symbol, None] = {}
     for node in nodes:
         value = node.meta.get("val")
-        tensors = value if isinstance(value, (list, tuple)) else [value]
+        tensors = list(value) if isinstance(value, (list, tuple)) else [value]
+        tensors += [
+            read.meta["val"]
+            for read in node.all_input_nodes
+            if isinstance(read.meta.get("val"), torch.SymInt)
+        ]
         for tensor in tensors:
             sizes: Iterable[Any] = ()
             if isinstance(tensor, torch.Tensor):

@@ -323,11 +323,17 @@ class _Prover:
         return values
 
     def _size(self, draw: int, beyond: int) -> int:
+        # No two symbols of a trial may have the same size: what one of them does in the
+        # place of the other would go unseen.
+        count = len(self.symbols)
         if self.stretch > 1:
-            return self.stretch * (beyond + 1 + draw % 3)
+            return self.stretch * (beyond + 1 + draw % max(3, count))
+        draw %= max(len(_PRIMES), count)
         if beyond:
-            return int(sympy.nextprime(beyond, 1 + draw % len(_PRIMES)))
-        return _PRIMES[draw % len(_PRIMES)]
+            return int(sympy.nextprime(beyond, 1 + draw))
+        if draw < len(_PRIMES):
+            return _PRIMES[draw]
+        return int(sympy.nextprime(max(_PRIMES), 1 + draw - len(_PRIMES)))
 
     def _numbers(self, trial: Trial, hypothesis: Hypothesis) -> Symbols:
         """A prime for each symbol; the same one where a statistic's dim is an output's
