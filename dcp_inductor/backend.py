@@ -123,8 +123,9 @@ def _inductor_names() -> list[str]:
 def _unknown_option(key: str) -> str:
     spellings = {name: name for name in _inductor_names()}
     for knob in config.names():
-        spellings[knob] = spellings[_PREFIX + knob] = _PREFIX + knob
-    near = config.near_names(key.replace("-", "_"), spellings)
+        spellings[knob] = _PREFIX + knob
+    # All knobs look alike with the prefix, so names are compared without.
+    near = config.near_names(key.removeprefix(_PREFIX).replace("-", "_"), spellings)
     if key == "mode":
         near = "give a mode's options, torch._inductor.list_mode_options(mode)."
     return (

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dcp_inductor import config
+
 PAYLOAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LSE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -43,6 +45,6 @@ def rows_refusal(rows: int, max_tokens: int) -> Refusal | None:
         return None
     return Refusal(
         "rows",
-        f"{rows} rows are more than the {max_tokens} of config.max_tokens "
-        "(DCP_INDUCTOR_MAX_TOKENS)",
+        f"{rows} rows are more than the {max_tokens} of max_tokens "
+        f"({config.setter('max_tokens')})",
     )

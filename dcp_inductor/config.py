@@ -100,6 +100,13 @@ def env_name(name: str) -> str:
     return f"DCP_INDUCTOR_{name.upper()}"
 
 
+def setter(name: str) -> str:
+    """Words for what sets the knob in this thread, or would."""
+    if name in _arguments.get():
+        return f"the option dcp_inductor.{name}"
+    return f"dcp_inductor.config.{name} or {env_name(name)}"
+
+
 def default(name: str) -> bool | int | float | str:
     """The value of a knob that nobody set."""
     return _this._config[name].default

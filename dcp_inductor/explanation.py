@@ -26,6 +26,7 @@ class Explanation:
         graphs: one report per graph that was compiled; a graph break makes several.
         output: what the model returned.
         enabled: whether the rewrite was on (``config.enable``).
+        switch: words for what it is switched by.
         memory: bytes of symmetric memory that each group (by name) holds on this
             rank's GPU after the run, all sites together; empty without a GPU.
     """
@@ -33,6 +34,7 @@ class Explanation:
     graphs: list[report.GraphReport]
     output: Any
     enabled: bool
+    switch: str = ""
     memory: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -53,8 +55,7 @@ class Explanation:
     def __str__(self) -> str:
         if not self.enabled:
             return (
-                "dcp_inductor is off, the backend is plain Inductor: set "
-                f"dcp_inductor.config.enable or {config.env_name('enable')}=1"
+                f"dcp_inductor is off by {self.switch}; the backend is plain Inductor"
             )
         pass_ms = sum(graph.pass_ms for graph in self.graphs)
         graphs = "1 graph" if len(self.graphs) == 1 else f"{len(self.graphs)} graphs"
@@ -138,7 +139,10 @@ def explain(model: Callable[..., Any], /, *inputs: Any, **kwargs: Any) -> Explan
         for key, value in options.items()
         if key.startswith("dcp_inductor.")
     }
-    explanation = Explanation(graphs, output, config.snapshot(knobs)["enable"])
+    with config.arguments(knobs):
+        explanation = Explanation(
+            graphs, output, config.read("enable"), config.setter("enable")
+        )
     _measure(explanation)
     return explanation
 

@@ -181,10 +181,11 @@ class _Run:
         else:
             counters["dcp_inductor"][f"rejected.{reject.code}"] += 1
         log.debug(
-            "%s %s at %s: %s%s",
+            "%s %s at %s, site %s: %s%s",
             row.decision,
             row.kind,
-            row.source or row.site,
+            row.source or "an unknown place",
+            row.site,
             row.family,
             f" ({row.code}: {row.reason})" if row.code else "",
         )

@@ -107,8 +107,8 @@ def _too_many_rows(size: int | torch.SymInt) -> Reject | None:
         return Reject(
             "over_capacity",
             f"{name} rows exceed max_tokens={config.max_tokens}; "
-            "raise DCP_INDUCTOR_MAX_TOKENS, or mark the dim dynamic, whose size is "
-            "judged at every call",
+            f"raise {config.setter('max_tokens')}, or mark the dim dynamic, whose size "
+            "is judged at every call",
             rows=name,
         )
     return None

@@ -62,17 +62,17 @@ class Nearest:
             return "no result has the size of the merge or of a rank's part"
         if self._factors:
             nearest, factor = next(iter(self._factors.items()))
-            is_what = f"; the result is {factor:.4g} times the merge, and"
+            is_what = f"; the result is {factor:.4g} times the merge,"
         else:
             nearest = min(self._distances, key=self._distances.__getitem__)
             natural = replace(nearest, is_base_e=True)
             most = _CLEARLY * self._distances[nearest]
             if self._distances.get(natural, math.inf) < most:
                 nearest = natural
-            is_what = ", from which"
+            is_what = "; the result is"
         return (
-            f"nearest: {_named(nearest)}{is_what} ordinary data differ by "
-            f"{self._distances[nearest]:.1e}"
+            f"nearest: {_named(nearest)}{is_what} on ordinary data off by "
+            f"up to {self._distances[nearest]:.1e}"
         )
 
 
