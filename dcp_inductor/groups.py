@@ -4,11 +4,18 @@ registry.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from dcp_inductor.bounded_store import BoundedStore
+
+_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, BoundedStore] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
@@ -58,9 +65,17 @@ def rank(group_name: str) -> int:
     return resolve(group_name).rank()
 
 
-def store(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store that the group was set up with, prefixed for it."""
-    return c10d._world.pg_map[group][1]
+def store(group: dist.ProcessGroup) -> BoundedStore:
+    """The key-value store that the group was set up with, prefixed for it.
+
+    Raises:
+        KeyError: the group was destroyed.
+    """
+    store = c10d._world.pg_map[group][1]
+    bounded = _stores.get(group)
+    if bounded is None or not bounded.is_of(store):
+        bounded = _stores[group] = BoundedStore(store)
+    return bounded
 
 
 def takes_cuda(group: dist.ProcessGroup) -> bool:

@@ -19,9 +19,10 @@ import re
 import time
 from weakref import WeakKeyDictionary
 
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from dcp_inductor import config, groups
+from dcp_inductor.bounded_store import BoundedStore
 from dcp_inductor.errors import (
     DCPDisagreementError,
     DCPTimeoutError,
@@ -144,7 +145,7 @@ def peers(group_name: str, site: str) -> dict[int, str]:
     return _read(groups.store(group), site, group.rank(), group.size())
 
 
-def _read(store: Store, site: str, rank: int, world_size: int) -> dict[int, str]:
+def _read(store: BoundedStore, site: str, rank: int, world_size: int) -> dict[int, str]:
     votes = {}
     for peer in range(world_size):
         key = _key(site, peer)

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_inductor import config, extension, groups, launch_ops, votes
+from dcp_inductor.bounded_store import BoundedStore
 from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPTimeoutError, FaultRecord
 from dcp_inductor.runtime import layout, process, rendezvous, shm
@@ -78,7 +79,7 @@ def meet(
     store = meeting_place(group)
     if isinstance(store, Refusal):
         return
-    store = dist.PrefixStore("dcp_inductor_recovery", store)
+    store = store.within("dcp_inductor_recovery")
     with in_time(group, timeout_s, "recover"):
         look()
         rendezvous.Session(
@@ -86,15 +87,14 @@ def meet(
         )
 
 
-def meeting_place(group: dist.ProcessGroup) -> dist.Store | Refusal:
+def meeting_place(group: dist.ProcessGroup) -> BoundedStore | Refusal:
     """The store at which the ranks of a group can meet, or why there is none."""
     if "fake" in dist.get_backend(group):
         return Refusal("fake_group", "the group's backend does not communicate")
     try:
-        store = groups.store(group)
+        return groups.store(group)
     except KeyError:
-        store = None
-    return store or Refusal("no_store", "the group has no store to meet at")
+        return Refusal("no_store", "the group has no store to meet at")
 
 
 @contextlib.contextmanager

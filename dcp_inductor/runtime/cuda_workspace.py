@@ -206,7 +206,7 @@ class GroupMemory:
         Raises:
             PeersMissingError: a rank did not come within ``config.timeout_s``.
         """
-        store = dist.PrefixStore("dcp_inductor_cuda", self._store)
+        store = self._store.within("dcp_inductor_cuda")
         return rendezvous.Session(store, self.rank, self.world_size, config.timeout_s)
 
     def create_controls(self, session: rendezvous.Session) -> Refusal | None:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store
 
+from dcp_inductor.bounded_store import BoundedStore
 from dcp_inductor.errors import DCPError
 
 _PREFIX = "dcp_inductor/session"
@@ -43,7 +43,8 @@ def reachable() -> Iterator[None]:
     except dist.DistError as error:
         raise DCPError(
             "the store of the process group cannot be reached; the process that holds "
-            f"it, usually rank 0, may have ended: {error}. Start all ranks anew, or "
+            f"it, usually rank 0, may have ended or be stopped: {error}. Start all "
+            "ranks anew, or "
             "call torch.distributed.destroy_process_group() and "
             "init_process_group(...) at another address on those that still run, and "
             "compile the model for the new group"
@@ -55,7 +56,7 @@ class Session:
 
     def __init__(
         self,
-        store: Store,
+        store: dist.Store | BoundedStore,
         rank: int,
         world_size: int,
         timeout_s: float,

@@ -39,6 +39,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dcp_inductor import config, votes
+from dcp_inductor.bounded_store import BoundedStore
 from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPTimeoutError, FaultRecord, with_way_on
 from dcp_inductor.runtime import bootstrap, rendezvous, ubatch
@@ -65,7 +66,7 @@ class Turns:
         group_name: for errors.
     """
 
-    def __init__(self, store: dist.Store, rank: int, group_name: str) -> None:
+    def __init__(self, store: BoundedStore, rank: int, group_name: str) -> None:
         self._store = store
         self._rank = rank
         self._group_name = group_name
@@ -226,7 +227,7 @@ def _open(
     store = bootstrap.meeting_place(group)
     if isinstance(store, Refusal):
         return None
-    store = dist.PrefixStore("dcp_inductor_turns", store)
+    store = store.within("dcp_inductor_turns")
     with _lock:
         opening = _openings.setdefault(group, threading.Lock())
     with opening:
@@ -236,7 +237,7 @@ def _open(
                 session = rendezvous.Session(
                     store, group.rank(), group.size(), timeout_s, while_waiting=look
                 )
-            own = dist.PrefixStore(session.name, store)
+            own = store.within(session.name)
             turns = Turns(own, group.rank(), group.group_name)
             _turns[group] = turns
     return turns

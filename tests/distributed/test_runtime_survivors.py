@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import dcp_inductor
+from dcp_inductor import config
 from dcp_inductor.errors import WAY_ON, DCPError
 from dcp_inductor.runtime import registry
 from tests.support import World, combine, epoch
@@ -134,3 +135,43 @@ def test_the_way_on_names_both_cases() -> None:
         "compile the model for that group",
     ):
         assert part in WAY_ON
+
+
+def stop(rank: int, size: int, port: int, exchanged: bool) -> tuple[str, float]:
+    """Rank 0, which holds the store, is stopped until its peer has an error."""
+    dist.destroy_process_group()
+    meet(rank, size, port)
+    name = dist.group.WORLD.group_name
+    pids: list[int] = [0] * size
+    dist.all_gather_object(pids, os.getpid())
+    with config.patch(timeout_s=3.0):
+        if exchanged:
+            combine(name, rank, size)
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return "", 0.0
+        time.sleep(0.5)
+        start = time.monotonic()
+        try:
+            told = failure(partial(combine, name, rank, size))
+        finally:
+            waited = time.monotonic() - start
+            os.kill(pids[0], signal.SIGCONT)
+    return told, waited
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_stopped_process_with_the_store_stops_no_other(exchanged: bool) -> None:
+    ranks = World(2)
+    try:
+        _, (told, waited) = ranks.run(stop, free_port(), exchanged)
+    finally:
+        ranks.close()
+    assert 2.5 < waited < 10.0
+    if exchanged:
+        assert "rank 1 of group '0' waited for epoch " in told
+        assert " after 3 s" in told
+    else:
+        assert "the store of the process group cannot be reached" in told
+        assert "no answer within 3 s" in told

@@ -28,7 +28,7 @@ LAYERS = {
 }
 ROOT_MODULES = (
     "ops", "reference", "capability", "extension", "groups", "errors", "votes",
-    "launch_ops", "geometry",
+    "launch_ops", "geometry", "bounded_store",
 )  # fmt: skip
 LAYERS |= {f"dcp_inductor.{name}": "base" for name in ROOT_MODULES}
 
