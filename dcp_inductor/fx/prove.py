@@ -35,6 +35,7 @@ from dcp_inductor.fx.nodes import (
 )
 from dcp_inductor.fx.proof import Exit, Proof, Refuted
 from dcp_inductor.fx.region import Cut, Region
+from dcp_inductor.fx.structure import sent_from
 from dcp_inductor.fx.tested import tested
 from dcp_inductor.fx.thresholds import largest_threshold
 from dcp_inductor.fx.trial import (
@@ -79,6 +80,14 @@ def prove_merge(
         return Refuted("precision", "values are rounded to 8-bit floats on the way")
     if region.unread and any(bits_matter(node) for node in region.nodes):
         return Refuted("not_equivalent", "parts of a tensor are read as other numbers")
+    sizes = set(free_symbols(sent_from(region.nodes)))
+    if sizes - set(free_symbols(region.leaves)):
+        return Refuted(
+            "not_equivalent",
+            "what is sent depends on a dynamic size that the partial output does not "
+            "have, and a peer may have another",
+            nearness=3,
+        )
     return _Prover(region, cut, world_size, rank, weights).run()
 
 

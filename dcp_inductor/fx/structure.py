@@ -18,6 +18,7 @@ from dcp_inductor.fx.collectives import as_collective, is_wait
 from dcp_inductor.fx.lockstep import Lockstep, Unsupported, constant_of
 from dcp_inductor.fx.nodes import (
     Symbols,
+    expression,
     is_number,
     is_pointwise,
     is_view_like,
@@ -55,6 +56,35 @@ _CARRIERS = _MOVERS | {
 _MAX_CONSTANT = 4096  # elements looked at; a frozen weight has more
 _MAX_FOLDED = 64  # nodes of constants behind one
 _MARK = 1e4
+_SUMS = {
+    _aten.sum.default,
+    _aten.sum.dim_IntList,
+    _aten.mean.default,
+    _aten.mean.dim,
+    _aten.prod.default,
+    _aten.prod.dim_int,
+}
+_TERMS = {_aten.add.Tensor, _aten.sub.Tensor}
+_CHOICES = {
+    _aten.where.self,
+    _aten.masked_fill.Scalar,
+    _aten.masked_fill.Tensor,
+    _aten.maximum.default,
+    _aten.minimum.default,
+    _aten.clamp.Tensor,
+    _aten.eq.Tensor,
+    _aten.ne.Tensor,
+    _aten.lt.Tensor,
+    _aten.le.Tensor,
+    _aten.gt.Tensor,
+    _aten.ge.Tensor,
+    _aten.logical_and.default,
+    _aten.logical_or.default,
+    _aten.logical_xor.default,
+    _aten.bitwise_and.Tensor,
+    _aten.bitwise_or.Tensor,
+    _aten.bitwise_xor.Tensor,
+}
 _FILLS = {_aten.full.default, _aten.scalar_tensor.default}
 
 
@@ -124,10 +154,7 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
     parts: list[str] = [kind, str(world_size), str(feature)]
     steps = []
     variable = set(nodes)
-    sent: set[Node] = set()
-    for node in reversed(nodes):
-        if as_collective(node) is not None or any(user in sent for user in node.users):
-            sent.add(node)
+    sent = set(sent_from(nodes))
     for node in nodes:
         collective = as_collective(node)
         if collective is not None:
@@ -142,9 +169,19 @@ def site_key(kind: str, nodes: Sequence[Node], world_size: int, feature: Any) ->
             step = [str(node.target)]
             if node in sent:
                 step += [*_numbers(node), *_constants(node, variable)]
+                step += _summands(node)
             steps.append(" ".join(step))
     parts += sorted(steps)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:10]
+
+
+def sent_from(nodes: Sequence[Node]) -> list[Node]:
+    """The collectives among the nodes, and what leads to them, last ones first."""
+    sent: dict[Node, None] = {}
+    for node in reversed(nodes):
+        if as_collective(node) is not None or any(user in sent for user in node.users):
+            sent[node] = None
+    return list(sent)
 
 
 def _numbers(node: Node) -> list[str]:
@@ -158,6 +195,21 @@ def _numbers(node: Node) -> list[str]:
     ]
 
 
+def _summands(node: Node) -> list[str]:
+    """How many elements make one of a sum, a mean or a product, if that is static."""
+    if node.target not in _SUMS:
+        return []
+    source, result = tensor_val(node.args[0]), tensor_val(node)
+    if source is None or result is None:
+        return []
+    count = sympy.simplify(_elements(source) / _elements(result))
+    return [str(count)] if count.is_Integer else []
+
+
+def _elements(value: Tensor) -> sympy.Expr:
+    return sympy.prod(map(expression, value.shape))
+
+
 def _constants(node: Node, variable: set[Node]) -> list[str]:
     """Values of the inputs that no leaf has a part in, in whatever shape."""
     found = []
@@ -168,7 +220,7 @@ def _constants(node: Node, variable: set[Node]) -> list[str]:
         computes = value.is_floating_point() or is_pointwise(node)
         held = folded(source) if computes else None
         if held is not None:
-            found += _values(held)
+            found += _values(held, node)
             continue
         while source.all_input_nodes and (
             source.target in _CARRIERS or is_view_like(source)
@@ -183,12 +235,19 @@ def _constants(node: Node, variable: set[Node]) -> list[str]:
     return found
 
 
-def _values(held: Tensor) -> list[str]:
-    """What tells numbers of one rank from another's; none where they only mark places,
-    the rank's own mostly: zeros, ones, and what is as good as infinite.
+def _values(held: Tensor, node: Node) -> list[str]:
+    """What tells numbers of one rank from another's.
+
+    None where ``node`` does no more with them than to mark places, the rank's own
+    mostly: factors of zero and one, terms of zero and of what is as good as infinite,
+    and any of these to choose by.
     """
     values = held.double().flatten()
-    marks = (values == 0) | (values == 1) | ~(values.abs() < _MARK)
+    marks = torch.zeros_like(values, dtype=torch.bool)
+    if node.target in _CHOICES or node.target in _TERMS:
+        marks |= (values == 0) | ~(values.abs() < _MARK)
+    if node.target in _CHOICES or node.target is _aten.mul.Tensor:
+        marks |= (values == 0) | (values == 1)
     if bool(marks.all()):
         return []
     if not bool((values != values[0]).any()):
