@@ -41,7 +41,9 @@ def test_rows_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "complaint"),
     [
         (["--ranks", "3"], "expected a multiple of --ranks 3"),
-        (["--ranks", "0"], "expected a multiple of --ranks 0"),
+        (["--ranks", "0"], "argument --ranks: expected a positive integer, got '0'"),
+        (["--heads", "0"], "argument --heads: expected a positive integer, got '0'"),
+        (["--query-dim", "-1"], "argument --query-dim: expected a positive integer"),
         (["--ranks", "1"], "at least 2 --ranks: one rank has nothing to exchange"),
         (["--json", "/nowhere/rows.json"], "/nowhere/rows.json: No such file"),
         (["--json", "."], "cannot write .: Is a directory"),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_inductor import config, votes
+from dcp_inductor.bounded_store import BoundedStore
 from dcp_inductor.capability import Refusal
 from dcp_inductor.errors import DCPMismatchError, DCPTimeoutError
 from dcp_inductor.runtime import (
@@ -130,7 +131,8 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list]]
         ]  # fmt: skip
 
     monkeypatch.setattr(cuda_buffers, "create", create)
-    monkeypatch.setattr(cuda_workspace.groups, "store", lambda group: store)
+    bounded = BoundedStore(store)
+    monkeypatch.setattr(cuda_workspace.groups, "store", lambda group: bounded)
     monkeypatch.setattr(cuda_workspace.groups, "resolve", lambda name: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
