@@ -48,7 +48,7 @@ def tested(nodes: Sequence[Node]) -> Tested:
     for node in nodes:
         nan = nan or node.target in _OF_NAN
         infinity = infinity or node.target in _OF_INFINITY
-        if node.target not in _EQUALITIES:
+        if node.target not in _EQUALITIES or _guards_a_maximum(node):
             continue
         # How isnan() is decomposed, and isinf().
         nan = nan or node.args[0] is node.args[1]
@@ -57,6 +57,36 @@ def tested(nodes: Sequence[Node]) -> Tested:
             if 0 < abs(number) <= _MOST:
                 numbers[number] = None
     return Tested(tuple(numbers)[:_MAX_NUMBERS], nan, infinity)
+
+
+def _guards_a_maximum(node: Node) -> bool:
+    """Whether this is logsumexp's own look at its maximum, which is zero instead where
+    it is infinite: that gives no infinity a meaning that the exponentials do not.
+    """
+    absolute = node.args[0]
+    if not isinstance(absolute, Node) or absolute.target is not _aten.abs.default:
+        return False
+    maximum = absolute.args[0]
+    return (
+        isinstance(maximum, Node)
+        and maximum.target is _aten.amax.default
+        and list(_compared(node)) == [math.inf]
+        and all(
+            user.target is _aten.where.self
+            and user.args[0] is node
+            and user.args[2] is maximum
+            and _is_zero(user.args[1])
+            for user in node.users
+        )
+    )
+
+
+def _is_zero(node: object) -> bool:
+    return (
+        isinstance(node, Node)
+        and node.target is _aten.full.default
+        and bool(node.args[1] == 0)
+    )
 
 
 def _compared(node: Node) -> Iterator[float]:

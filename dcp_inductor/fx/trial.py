@@ -93,6 +93,9 @@ class Data:
                 empty = torch.zeros_like(empty)
             elif trial.empty in UNDEFINED:
                 level = level.masked_fill(empty, UNDEFINED[trial.empty])
+                # A row without any key may be the average of its zeros.
+                nowhere = empty.all(0, keepdim=True).expand_as(empty)
+                output = output.masked_fill(nowhere.unsqueeze(feature + 1), 0.0)
             else:
                 level = level.masked_fill(empty, -math.inf)
                 payload = 0.0 if trial.empty == "zero" else math.nan

@@ -1,7 +1,8 @@
 """The collected spellings: right in eager mode, recognised, unchanged in value.
 
-One setting per case here, in turn through world sizes, token counts, forms and dtypes;
-``python -m tests.formulations.survey --full`` runs every setting of every case.
+One setting per case here, in turn through world sizes, token counts, forms and dtypes
+(for most variants the plainest one); ``python -m tests.formulations.survey --full``
+runs every setting of every case.
 """
 
 from __future__ import annotations
@@ -92,6 +93,31 @@ def test_recipe_against_dense_attention(case: Case) -> None:
 @pytest.mark.parametrize(("case", "setting"), _selection())
 def test_pass_on_formulation(case: Case, setting) -> None:
     world_size, tokens, form, dtype = setting
+    verdict = judging.judge(
+        case, world_size, tokens=tokens, form=form, dtype=dtype, cache=False
+    )
+    assert verdict.ok, str(verdict)
+
+
+PLAIN = (2, 3, STATIC, torch.float32)
+LATE = pytest.mark.xfail(
+    reason="a statistic that is made from the partial output is not looked for",
+    strict=True,
+)
+VARIANTS = [
+    pytest.param(
+        case,
+        id=case.id.replace(" ", "_"),
+        marks=LATE if case.id == "FS-05 lse late" else (),
+    )
+    for index, case in enumerate(REGISTRY)
+    if case.traceable and _is_variant(case) and index % EVERY and _fits(case, PLAIN)
+]
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_pass_on_every_other_variant(case: Case) -> None:
+    world_size, tokens, form, dtype = PLAIN
     verdict = judging.judge(
         case, world_size, tokens=tokens, form=form, dtype=dtype, cache=False
     )
