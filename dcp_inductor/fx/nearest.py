@@ -62,7 +62,7 @@ class Nearest:
             return "no result has the size of the merge or of a rank's part"
         if self._factors:
             nearest, factor = next(iter(self._factors.items()))
-            is_what = f"; the result is {factor:.4g} times the merge,"
+            is_what = f"; the result is {factor:.4g} times the merge, and"
         else:
             nearest = min(self._distances, key=self._distances.__getitem__)
             natural = replace(nearest, is_base_e=True)
@@ -72,7 +72,7 @@ class Nearest:
             is_what = "; the result is"
         return (
             f"nearest: {_named(nearest)}{is_what} on ordinary data off by "
-            f"up to {self._distances[nearest]:.1e}"
+            f"at least {self._distances[nearest]:.1e}"
         )
 
 

@@ -52,11 +52,11 @@ def test_the_distance_to_the_nearest_merge_is_told() -> None:
     assert row.code == "not_equivalent"
     assert "no merge; nearest: the merge by an LSE of base " in row.reason
     # Off by as much as the merge is large.
-    [distance] = re.findall(r"off by up to (\S+)$", row.reason)
+    [distance] = re.findall(r"off by at least (\S+)$", row.reason)
     assert 0.3 < float(distance) < 4
     reason = refused(of_two_bases).reason
     assert "nearest: the merge by an LSE of base 2" in reason
-    [distance] = re.findall(r"off by up to (\S+)$", reason)
+    [distance] = re.findall(r"off by at least (\S+)$", reason)
     assert float(distance) < 0.05
 
 
