@@ -202,7 +202,7 @@ def _summands(node: Node) -> list[str]:
     source, result = tensor_val(node.args[0]), tensor_val(node)
     if source is None or result is None:
         return []
-    count = sympy.simplify(_elements(source) / _elements(result))
+    count = sympy.cancel(_elements(source) / _elements(result))
     return [str(count)] if count.is_Integer else []
 
 
